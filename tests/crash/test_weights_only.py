@@ -90,7 +90,8 @@ def test_they_hold_the_weights_of_the_commit_and_nothing_else(model: Model) -> N
         newest = max(aging.acknowledged)
         before[newest] = certify(resolve(aging.catalog, newest))
     assert aging.problems == []
-    assert [save.step for save in aging.catalog.saves()] == [80]
+    kept = [80] if model is PLAIN else [80, 70, 60, 50, 40]  # those of the chains of the newest need nothing more
+    assert [save.step for save in aging.catalog.saves()] == kept
     assert steps(aging.files) == [60, 40, 20, 10]
     for save in weights_only_saves(aging.files):
         assert {name for name, _ in weights_of(aging.files, save)} == model.tensors.keys()
