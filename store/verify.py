@@ -49,7 +49,10 @@ def check_with_differences(files: Readable, base: Source, differences: Sequence[
     members = [_Member(files, source) for source in (base, *differences)]
     places = {own_key(one.source.part, one.source.entry): place for place, one in reversed([*enumerate(members)])}
     bases = [places[key] if (key := base_key(one.source.entry)) in places else None for one in members]
-    after = [[place for place, of in enumerate(bases) if of == number] for number in range(len(members))]
+    after: list[list[int]] = [[] for _ in members]
+    for place, of in enumerate(bases):
+        if of is not None:
+            after[of].append(place)
     for size in chunk_sizes(base.entry.numel):
         waiting: list[tuple[int, Bytes | None]] = [(0, None)]  # members, and the chunk of their base
         while waiting:

@@ -47,6 +47,9 @@ _STORE = _union("it must be a path, or a mapping: {path: DIR, create: false}")
 _STAGING = _union("it must be auto, eager, lazy, or a mapping: {mode: auto, max_bytes: 8.0e+9}, at least 2.0e+7")
 
 
+_CHAIN = 8  # commits that take about the bytes that differences keep from being pruned
+
+
 class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
@@ -177,9 +180,6 @@ class Config(sections.Settings):
         What differences need is counted as a chain of more."""
         kept = most_commits(self.retention_rule(), 100 if self.every == "auto" else self.every)
         return kept + _CHAIN * self.differences
-
-
-_CHAIN = 8  # commits that take about the bytes that differences keep from being pruned
 
 
 def bytes_each(encodings: Mapping[str, str]) -> float:

@@ -59,7 +59,7 @@ class Progress:
     """Signatures of the staged values that were measured in the background thread."""
     attempted: bool = False  # the manifest may exist, even if an error was raised
     prepared: PreparedCommit | None = None  # the commit, once it is durable
-    short: bool = False  # whether fewer than two full saves fit after pruning, so that none should need others
+    short: bool = False  # whether, with differences, fewer than two full saves fit after pruning
     write_seconds: float = 0.0  # time to write the segment, from the first byte encoded to the last one durable
 
 
@@ -204,7 +204,8 @@ def prune_after_commit(task: SaveTask, epoch: int) -> None:
         notes.append(f"LATEST was not updated: {error}")
     try:
         prune(task.files, commit_plan.catalog, commit_plan.retention, epoch)
-        task.progress.short = bytes_to_free(commit_plan.catalog, commit_plan.retention, saves=2) > 0
+        if task.packing.differences:
+            task.progress.short = bytes_to_free(commit_plan.catalog, commit_plan.retention, saves=2) > 0
     except (SaveError, StorageError, DamagedError) as error:
         notes.append(f"pruning stopped: {error}")
     if notes:

@@ -206,11 +206,8 @@ class SelfCheck:
             for entry in part.entries:
                 if self.stopped.is_set():
                     return
-                self._add(
-                    self._compare(
-                        files, Source(part, entry) if entry.base is None else with_base(part, entry, bases.find)
-                    )
-                )
+                source = Source(part, entry) if entry.base is None else with_base(part, entry, bases.find)
+                self._add(self._compare(files, source))
             missing = self.samples.keys() - {entry.fragment for entry in part.entries}
             self._add(f"{one.fqn}/{one.slot} is missing in what was saved" for one in missing)
             if not self.found:

@@ -1,8 +1,8 @@
 """Testing the tests of encodings and bases: each safeguard taken out in turn must be caught, by the layer named.
 
-BASES prunes a store of differences, BASED flips bytes of a difference and of its bases, WRONG BASE names another base
-than the one used, CHAIN lists the nearest bases alone, ALL BASES believes that nobody does, CONTAINER opens payloads
-with another reader, LATE HEADER loses power. Each check passes without the mutant.
+BASES prunes a store of differences. BASED flips bytes of a difference and of its bases. WRONG BASE names another base
+than the one used. CHAIN reads a store whose manifests list only the nearest bases. ALL BASES checks that manifests list
+all of them. CONTAINER opens payloads with another reader. LATE HEADER loses power. Each passes without the mutant.
 """
 
 from __future__ import annotations
