@@ -118,9 +118,8 @@ class BackgroundWorker(Generic[T]):
     def finished(self) -> list[TaskResult[T]]:
         """Return the tasks that finished since the last call, in order."""
         results = []
-        with suppress(queue.Empty):
-            while True:
-                results.append(self._finished.get_nowait())
+        while not self._finished.empty():  # only the caller takes any
+            results.append(self._finished.get_nowait())
         return results
 
     def wait(self, number: int, timeout: float) -> bool:

@@ -85,26 +85,20 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
     if not isinstance(given, Mapping):
         raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(given)[:80]}")
     choices: dict[object, object] = dict(given)
-    for one in stats:
-        if one.unit not in choices:
-            raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")
-    shown = {one.unit for one in stats}
-    for unit in choices:
-        if unit in shown:
-            continue
+    shown = dict.fromkeys([one.unit for one in stats])
+    for one in shown:
+        if one not in choices:
+            raise PolicyError(policy, one, "shown but not decided on; give it a choice, a skip at least")
+    for unit in [one for one in choices if one not in shown]:
         if isinstance(unit, Unit):
             raise PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
         what = f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown"
         raise PolicyError(policy, None, what)
     checked: dict[tuple[str, int], Choice] = {}  # policies give many units the same object
-
-    def check(unit: Unit) -> Choice:
-        key = unit.slot, id(choices[unit])
-        if key not in checked:
-            checked[key] = _check_choice(policy, unit, choices[unit], refusal)
-        return checked[key]
-
-    return Decision({one.unit: check(one.unit) for one in stats})
+    for one in shown:
+        if (key := (one.slot, id(choices[one]))) not in checked:
+            checked[key] = _check_choice(policy, one, choices[one], refusal)
+    return Decision({one: checked[one.slot, id(choices[one])] for one in shown})
 
 
 def _check_choice(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:

@@ -185,13 +185,14 @@ def has_usual_tree(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Return a module and all modules inside, each once. Faster than ``modules()``, which also builds their names."""
-    modules, seen = [module], {id(module)}
-    for part in modules:  # grows while it is walked
-        for child in part._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                modules.append(child)
-    return modules
+    found = level = {id(module): module}
+    while level:  # by depth
+        children = chain.from_iterable(map(methodcaller("values"), map(attrgetter("_modules"), level.values())))
+        level = {id(child): child for child in children if child is not None}
+        for known in level.keys() & found.keys():
+            del level[known]
+        found |= level
+    return list(found.values())
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -92,7 +92,7 @@ class BudgetTracker(SaveListener):
     def on_commit(self, event: CommitEvent) -> None:
         self.committed(event.written_bytes, event.seconds)
         units, save = event.drawn.manifest.units, event.save.name
-        self.writing.learn(sum(one.nbytes for one in units if one.save == save), event.seconds)
+        self.writing.learn(sum([one.nbytes for one in units if one.save == save]), event.seconds)
 
     def _warn_if_slow(self, largest: float) -> None:
         seconds = self._account.slowest(largest)

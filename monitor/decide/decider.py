@@ -19,7 +19,7 @@ from monitor.distributed import Group, run_on_rank0
 from monitor.events import Listeners
 from monitor.ledger import Ledger, staleness_of
 from monitor.observe.drift_meter import DriftMeter, Measure, drift_ratio
-from monitor.observe.units import LocalUnit, UnitTable, is_moving
+from monitor.observe.units import LocalUnit, UnitTable
 from monitor.types import Chosen, DecisionResult, SaveRequest
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import forced, incomplete
@@ -75,10 +75,13 @@ def measure_all(
 
 def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Unit, Measured]) -> tuple[UnitStats, ...]:
     """Return the statistics shown to the policy. Units that were not measured have no drift."""
-    stats, versions = [], ledger.versions
+    stats, versions, ages = [], ledger.versions, dict[str, int | None]()  # a save holds versions of many units
     for unit, layer, size, moving in table.rows:
         version, measurement = versions.get(unit), measured.get(unit)
-        staleness = staleness_of(version, step)
+        saved_in = "" if version is None else version.save
+        if saved_in not in ages:
+            ages[saved_in] = staleness_of(version, step)
+        staleness = ages[saved_in]
         known = measurement is not None and staleness is not None
         # A frozen unit whose drift is unknown may have changed, and must be saved then.
         lost = unit in table.lost or (measurement is not None and measurement.finite and measurement.drift is None)
@@ -164,14 +167,8 @@ class Decider:
         """Choose before :meth:`decide`, so that the choice can go with an earlier exchange. Rank 0; not collective.
 
         Return None if the choice depends on measurements of all ranks or on a request, or is long."""
-        units, alone = self._table.sizes, self._group.world_size == 1
-        if (
-            alone
-            or request is not None
-            or self.sees_all
-            or self._job.config.budget.limited
-            or not all(map(is_moving, units))
-        ):
+        alone = self._group.world_size == 1
+        if alone or request is not None or self.sees_all or self._job.config.budget.limited or self._table.still:
             return None
         try:
             stats = unit_stats(self._table, self._ledger, step, {})
@@ -194,7 +191,7 @@ class Decider:
         ``proposed``: what rank 0 chose by :meth:`propose` at this step, if anything. ``dropped``: units with NaN or Inf
         that the last save left out. Under ``nonfinite: raise`` such units raise NotFiniteError on all ranks."""
         units = list(self._table.sizes)
-        before_choice = [unit for unit in units if self.sees_all or not is_moving(unit)]
+        before_choice = units if self.sees_all else self._table.still
         measured: dict[Unit, Measured] = {}
         mine: dict[Unit, Measure] = {}
         self._measure(before_choice, local, measured, mine)
@@ -206,9 +203,10 @@ class Decider:
                 stats = unit_stats(self._table, self._ledger, step, measured)
         if proposed is None:
             proposed = run_on_rank0(self._group, partial(self._choose, step, stats, request))
-        choices = [Choice(encoding, reason) for encoding, reason, _ in proposed.saved]
-        chosen = sorted((i, kind) for kind, (_, _, which) in enumerate(proposed.saved) for i in which)
-        saved = {stats[i].unit: choices[kind] for i, kind in chosen}
+        chosen: dict[int, Choice] = {}
+        for encoding, reason, which in proposed.saved:
+            chosen |= dict.fromkeys(which, Choice(encoding, reason))
+        saved = {units[index]: chosen[index] for index in sorted(chosen)}
         measured_before = len(measured)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
         nonfinite = (*dropped, *(unit for unit, one in measured.items() if not one.finite))
@@ -244,7 +242,7 @@ class Decider:
 
     def _measure(
         self,
-        units: list[Unit],
+        units: Sequence[Unit],
         local: Mapping[Unit, LocalUnit],
         measured: dict[Unit, Measured],
         mine: dict[Unit, Measure],

@@ -228,11 +228,10 @@ class BySlotMeter:
         self._of(unit).stage(unit, _real(copies))
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
-        of_meter: dict[DriftMeter, dict[Unit, bool]] = {}
-        for unit, is_committed in committed.items():
-            of_meter.setdefault(self._of(unit), {})[unit] = is_committed
-        for meter, units in of_meter.items():
-            meter.settle(units)
+        still = {unit: moved for unit, moved in committed.items() if unit.slot in (BUFFER, FROZEN)}
+        self._state.settle({unit: moved for unit, moved in committed.items() if unit not in still})
+        for meter in (self._buffers, self._frozen):
+            meter.settle({unit: moved for unit, moved in still.items() if self._of(unit) is meter})
 
     def _of(self, unit: Unit) -> DriftMeter:
         return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state

@@ -166,6 +166,8 @@ class UnitTable:
         self.sizes: Mapping[Unit, UnitSize] = {}
         self.rows: Sequence[tuple[Unit, Layer, UnitSize, bool]] = ()
         """Units in model order, their layers and sizes, and whether an optimizer updates them."""
+        self.still: Sequence[Unit] = ()
+        """Units that no optimizer updates, in model order."""
         self.lost: set[Unit] = set()
         """Units whose pieces changed: the distance to their version is unknown until saved. The same on all ranks."""
 
@@ -233,6 +235,7 @@ class UnitTable:
         order = sorted(totals, key=lambda unit: (self.layer(unit).position, unit.slot))
         self.sizes = {unit: _size(totals[unit], unit in boxed) for unit in order}
         self.rows = [(unit, self.layer(unit), size, is_moving(unit)) for unit, size in self.sizes.items()]
+        self.still = [unit for unit, _, _, moving in self.rows if not moving]
         self._last_layouts, self._due = now, False
         self.lost = (self.lost | reshaped) & set(self.sizes)
         return reshaped

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -305,7 +306,7 @@ class Saver:
         if isinstance(copying, WaveCopy) and not (copying.lazy or decided.preempted):  # then the save is waited for
             self._writer.wait(self._pending.number, 0.0)  # hands it over
             copying.let_change(self._job.config.timeouts.close if decided.forced else None)
-        return sum(unit.layout.nbytes for unit in staged)
+        return sum(map(attrgetter("layout.nbytes"), staged))
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
         """Ensure that the name of a save of ``step`` was never used; claim a new epoch if needed. Collective.
@@ -440,7 +441,7 @@ class Saver:
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         before, self._began = self._began, time.monotonic()
-        nbytes = sum(encoded_bytes(unit) for unit in staged)
+        nbytes = sum(map(encoded_bytes, staged)) if self._job.config.packing == "auto" else 0  # chooses the level
         interval = 0.0 if decided.preempted else self._began - before if before else None  # preempted: fastest level
         alone = decided.forced and not decided.preempted  # preempted: fewer bytes matter more
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced, alone=alone)

@@ -177,7 +177,8 @@ class Stager:
             if self._most is not None:
                 staged, copying = self._stage_waves([(local[u], chosen[u]) for u in chosen], decided.mine, self._most)
                 chosen = {}
-            encoded = [local[u] for u in chosen if u not in decided.mine and self._encodes_now(local[u], chosen[u])]
+            left = () if self._encode == "saving" else chosen.keys() - decided.mine.keys()
+            encoded = [local[unit] for unit in left if self._encodes_now(local[unit], chosen[unit])]
             mine = {**decided.mine, **self._meter.measure_many({part.unit: part.tensors for part in encoded})}
             plain = not (encoded or lent or mine.keys() & chosen.keys())
             if (last := self._reuse_last(chosen if plain else {}, local)) is not None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -205,17 +205,22 @@ class LastPlan:
 
     def __init__(self) -> None:
         self._layouts: Sequence[UnitLayout] = ()
+        self._places: list[int] | None = None  # in the tensors of the job's identity, if all pieces lie there
         self._regions, self._firsts = MemoryRegions.of(()), np.zeros(0, np.int64)
         self._plan: CopyPlan | None = None
 
     def sources(self, parts: Sequence[LocalUnit]) -> tuple[MemoryRegions, Sequence[torch.Tensor], Integers]:
         """Return for all pieces: regions, the tensors that they lie in, and at which byte of these they begin."""
-        layouts = [part.layout for part in parts]
+        layouts = list(map(attrgetter("layout"), parts))
         if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
             self._regions = MemoryRegions.joined([layout.regions for layout in layouts])
             self._firsts = np.concatenate([layout.firsts for layout in layouts])
+            spans = [layout.spans for layout in layouts]
+            self._places = None if None in spans else [index for span in spans for index, _ in span or ()]
             self._layouts = layouts
-        return self._regions, list(chain(*(part.sources for part in parts))), self._firsts
+        if not self._places:
+            return self._regions, list(chain(*(part.sources for part in parts))), self._firsts
+        return self._regions, list(map(parts[0].owners.__getitem__, self._places)), self._firsts
 
     def plan(self, regions: MemoryRegions, targets: Integers) -> CopyPlan:
         if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -142,27 +142,29 @@ class TraceRecorder(SaveListener):
         if self._sum is None and self._writer is None:
             return
         history = self._history = self._history or DriftHistory(self._anchors, self._config.drift.width)
-        rows_of = {unit: place for place, unit in enumerate(self._moving)}
-        ordered, local = [signatures.get(unit) for unit in self._local], [rows_of[unit] for unit in self._local]
-        by_unit = [rows_of.get(unit) for unit in self._units]
+        units, moving, local = self._units, self._moving, self._local
+        rows_of = cache(lambda: {unit: place for place, unit in enumerate(moving)})  # in the background
 
         def compare() -> Compared:
-            compared = history.add(step, ordered)
-            rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64, device="cpu")
-            rows[:, local] = compared.rows
+            compared = history.add(step, [signatures.get(unit) for unit in local])
+            rows = torch.zeros(len(compared.steps), len(moving), 3, dtype=torch.float64, device="cpu")
+            rows[:, [rows_of()[unit] for unit in local]] = compared.rows
             return Compared(compared.steps, rows)
+
+        def line(compared: Compared) -> traces.MovedLine | None:
+            return moved_line(step, compared, [rows_of().get(unit) for unit in units])
 
         once = Once(compare)
         if self._sum is not None:
             compared = once()
             if compared.steps:
-                self._summed_line = lambda rows: moved_line(step, Compared(compared.steps, rows), by_unit)
+                self._summed_line = lambda rows: line(Compared(compared.steps, rows))
                 self._sum.start(compared.rows)
             return
         self._comparing.append(once)
         while len(self._comparing) > _COMPARING:
             self._comparing.popleft()()
-        self._put(lambda: moved_line(step, once(), by_unit))
+        self._put(lambda: line(once()))
 
     def _put_sum(self) -> None:
         """Write the line whose sum over ranks began at the last decision. Collective."""
