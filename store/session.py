@@ -35,10 +35,11 @@ _LIMIT = 1 << 16
 
 def newest_epoch(files: Files) -> int:
     """Return the highest epoch ever claimed, 0 if there is none."""
-    return max(_listed(files), default=0)
+    return max(listed_epochs(files), default=0)
 
 
-def _listed(files: Files) -> list[int]:
+def listed_epochs(files: Files) -> list[int]:
+    """Return the epochs that have a record, damaged or not."""
     return [epoch for epoch in map(paths.parse_epoch, list_or_empty(files, paths.EPOCHS)) if epoch is not None]
 
 
@@ -123,7 +124,7 @@ def require_newest(files: Files, epoch: int) -> None:
     Raise StorageError if ``epoch`` itself is not listed: the store is unavailable, and no other job has it. Raise it
     too if the record of ``epoch`` is another job's (see :func:`own`)."""
     _require_own(files, epoch)
-    if epoch not in (epochs := _listed(files)):
+    if epoch not in (epochs := listed_epochs(files)):
         raise StorageError(
             f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is not "
             f"mounted now, or its {paths.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"

@@ -31,6 +31,7 @@ from store.resolve import (
 )
 from store.schema import Entry, PartRecord
 from store.segment import check_header, check_payload_size, present_parts, read_leaves, read_part
+from store.session import listed_epochs, read_epoch
 from store.storage.local import list_or_empty
 
 
@@ -175,7 +176,11 @@ def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyRepor
         )
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
-    found = (*checker.problems(saves), *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
+    problems = [*checker.problems(saves), *catalog.suspects().problems]
+    for epoch in listed_epochs(catalog.files):
+        with noting(problems), suppress(MissingError):
+            read_epoch(catalog.files, epoch)
+    found = tuple(problems), _resumable(catalog, bad), checker.bytes_read
     return _with_journal(VerifyReport(commits, *found), catalog, bad, progress)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import StorageError
-from store.names import SaveId, manifest_path, part_path, payload_path
+from store.names import SaveId, epoch_path, manifest_path, part_path, payload_path
 from store.segment import read_part
 from store.verify import VerifyReport, total_bytes, verify
 from tests.crash.damage import edit, flip, put, remove
@@ -46,6 +46,17 @@ def test_an_empty_store(job: Job) -> None:
     assert found.resumable is None
     assert found.commits == ()
     assert total_bytes(open_or_create(job.files)) == 0
+
+
+def test_the_damaged_record_of_an_epoch_is_told(job: Job, saves: list[SaveId]) -> None:
+    path = epoch_path(saves[0].epoch)
+    flip(job.files, path, 40)
+    found = report(job)
+    assert states(found) == ["ok"] * 4
+    assert not found.ok
+    assert path in found.problems[0]
+    remove(job.files, path)
+    assert report(job).ok
 
 
 def test_one_bad_fragment_hurts_every_commit_that_reaches_it(job: Job, saves: list[SaveId]) -> None:
