@@ -298,5 +298,5 @@ def _build_job(
     check_rng(adapter, tracer, settings.trace_path(), group, page)
     listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
-    job.ledger.full_after_rollback = not settings.budget.limited
+    job.ledger.full_after_rollback, job.ledger.differences = not settings.budget.limited, settings.differences
     return job, metrics, budget_tracker

@@ -79,6 +79,8 @@ class Ledger:
     newest: SaveId | None = None
     differs: tuple[str, ...] = ()  # of the newest commit: why it is not exact, as far as later ones inherit it
     full_after_rollback: bool = True  # False where a budget limits what a save may write
+    differences: bool = False  # whether versions may be stored as differences to earlier ones
+    expected: dict[Unit, int] = field(default_factory=dict)  # then: bytes that the next version of a unit may take
 
     def adopt(self, resolution: Resolution, step: int) -> None:
         """Reset to a resumed commit, fallbacks included; the job continues from ``step``.
@@ -96,6 +98,7 @@ class Ledger:
         self.groups = {version.record.save: version.group for version in taken}
         for version in taken:
             self.groups.update(version.bases)
+        self.expected = {one.record.unit: one.record.nbytes for one in taken if one.record.bases}
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
         self.differs = _inherited_differs(resolution.manifest)
@@ -117,6 +120,10 @@ class Ledger:
 
     def advance(self, manifest: schema.ManifestRecord) -> None:
         """Make a committed manifest the newest."""
+        for record in manifest.units if self.differences else ():
+            if record.moving and record.save == manifest.save.name:
+                unit = record.unit
+                self.expected[unit] = _expected_bytes(self.expected.get(unit), self.versions.get(unit), record)
         self.versions = dict(manifest.versions)
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
@@ -136,6 +143,17 @@ class Ledger:
             for unit, record in self.versions.items()
             if unit in sizes and sizes[unit].members == record.members and record.version.step <= step
         }
+
+
+def _expected_bytes(before: int | None, last: schema.UnitRecord | None, new: schema.UnitRecord) -> int:
+    """Return the bytes of the version after ``new``. before: expected until now. last: the version before ``new``.
+
+    Every few dozen versions one is whole, which says little about the next."""
+    known = before if last is not None and last.encoding == new.encoding else None
+    if new.bases:
+        return new.nbytes if known is None else (known + new.nbytes) // 2
+    twice = last is not None and not last.bases and last.version.epoch == new.version.epoch  # so differences do not pay
+    return new.nbytes if twice else known or new.nbytes // 2
 
 
 def _inherited_differs(manifest: schema.ManifestRecord) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ class UnitStats:
         error: Relative error of the newest version's encoding; 0 if it is lossless.
         numel: Number of values; 0 if unknown, in which case the unit counts as float32.
         encoding: Encoding of the newest version. None if there is none.
-        stored_bytes: Stored size of the newest version; 0 if there is none."""
+        stored_bytes: Stored size of the newest version or, with ``differences``, that expected of the next one; 0 if
+            there is none."""
 
     unit: Unit
     position: int

@@ -99,7 +99,7 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
                 error=version.error if version is not None else 0.0,
                 numel=size.numel,
                 encoding=version.encoding if version is not None else None,
-                stored_bytes=version.nbytes if version is not None else 0,
+                stored_bytes=ledger.expected.get(unit, version.nbytes) if version is not None else 0,
             )
         )
     return tuple(stats)

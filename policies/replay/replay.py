@@ -188,23 +188,27 @@ class _Replay:
                     changed_shape=version.size != (traced.nbytes, traced.numel) or version.marked != marked,
                     error=version.error,
                     encoding=version.encoding,
-                    stored_bytes=version.nbytes,
+                    stored_bytes=line.stored_bytes[index] if self._recorded(point, index, version) else version.nbytes,
                 )
             shown.append(stats)
         return tuple(shown)
 
     def _drift(self, point: DecisionPoint, index: int, version: Version, moved: float) -> float | None:
         """Return the recorded drift if the recorded run had this version, or else an estimate; None if unknown."""
-        line = point.line
-        recorded, drift = False, None
-        if index < min(len(line.drift), len(line.staleness)) and (staleness := line.staleness[index]) is not None:
-            recorded = (line.step - staleness, line.encoding[index]) == (version.step, version.encoding)
-            drift = line.drift[index] if recorded else None
+        recorded = self._recorded(point, index, version)
+        drift = point.line.drift[index] if recorded else None
         # If the job resumed from memory and this version is older, its drift was unknown.
         unknown = recorded and self._segment.resumed and version.step <= self._segment.start
         if drift is not None or unknown or not np.isfinite(moved):
             return drift
         return float(np.hypot(moved, version.error))
+
+    def _recorded(self, point: DecisionPoint, index: int, version: Version) -> bool:
+        """Return whether the recorded run had this version at the decision."""
+        line = point.line
+        if index >= min(len(line.drift), len(line.staleness)) or (staleness := line.staleness[index]) is None:
+            return False
+        return (line.step - staleness, line.encoding[index]) == (version.step, version.encoding)
 
     def _offer(self, point: DecisionPoint, stats: tuple[UnitStats, ...]) -> Budget:
         if not self._account.limited:

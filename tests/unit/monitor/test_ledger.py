@@ -148,3 +148,39 @@ def test_going_on_before_the_commit_all_that_moves_is_to_be_saved_anew() -> None
     ledger.adopt(resolution, 15)
     assert (ledger.versions.keys(), ledger.groups.keys()) == ({A, still}, {"00000010-000001"})
     assert (ledger.newest, ledger.commits) == (manifest.save, 1)
+
+
+def stored(ledger: Ledger, step: int, nbytes: int, whole: bool, epoch: int = 1, encoding: str = "int8-log2") -> int:
+    """Commit a version of one unit. Return the bytes expected of its next one."""
+    record = UnitRecord(
+        layer="a", slot="fp32", save=SaveId(step, epoch).name, encoding=encoding, numel=4, nbytes=nbytes, drift=0.0,
+        staleness=0, moving=True, bases=() if whole else (SaveId(step - 1, epoch).name,),
+    )  # fmt: skip
+    ledger.advance(manifest_of_unit(record, step, epoch))
+    return ledger.expected[A]
+
+
+def manifest_of_unit(record: UnitRecord, step: int, epoch: int) -> ManifestRecord:
+    return ManifestRecord(
+        store_id=DIGEST, step=step, epoch=epoch, commits=step, world_size=1, framework="torch", policy="full",
+        created="2026-01-01T00:00:00+00:00", previous=None, bytes_avoided=0, layers=(), tensors={}, groups={},
+        units=(record,),
+    )  # fmt: skip
+
+
+def test_a_whole_version_says_little_about_the_next_difference() -> None:
+    ledger = Ledger(differences=True)
+    assert stored(ledger, 1, 100, whole=True) == 50
+    assert stored(ledger, 2, 30, whole=False) == 40
+    assert stored(ledger, 3, 30, whole=False) == 35
+    assert stored(ledger, 4, 100, whole=True) == 35
+    assert stored(ledger, 5, 95, whole=True) == 95, "differences do not pay"
+    assert stored(ledger, 6, 41, whole=False) == 68
+    assert stored(ledger, 7, 110, whole=True, epoch=2) == 68, "a new process stores everything whole"
+    assert stored(ledger, 8, 40, whole=True, encoding="bf16") == 20
+
+
+def test_without_differences_the_newest_version_is_what_is_expected() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    assert ledger.expected == {}

@@ -34,6 +34,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     "budget": {"policy": "budget", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
     "budget of time": {"policy": "budget", "budget": {"stall_share": 0.2, "storage_share": 0.3, "burst_seconds": 0.3}},
     "auto": {"policy": "auto", "budget": {"bytes_per_hour": 1e10, "burst_seconds": 0.3}, "encoding": "compact"},
+    "auto, with differences": {
+        "policy": "auto",
+        "budget": {"bytes_per_hour": 1e10, "burst_seconds": 0.3},
+        "encoding": "compact",
+        "packing": 1,
+        "differences": True,
+    },
     "observe": {"policy": {"name": "observe", "inner": {"name": "parity", "k": 3}}, "encoding": "compact"},
 }
 
@@ -103,7 +110,7 @@ def test_the_recorded_configuration_gives_the_recorded_run(tmp_path: Path, name:
     assert len(found.decisions) == 14 and len(found.committed) > 1
 
 
-@pytest.mark.parametrize("name", ["full", "parity", "budget", "auto"])
+@pytest.mark.parametrize("name", ["full", "parity", "budget", "auto", "auto, with differences"])
 def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str) -> None:
     for _ in range(2):
         trace = recorded(tmp_path / "store", 8, asked_at=5, **POLICIES[name])
@@ -112,7 +119,7 @@ def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str)
     assert len(require_same(run, trace).decisions) == 17
 
 
-@pytest.mark.parametrize("name", ["full", "parity", "budget", "auto"])
+@pytest.mark.parametrize("name", ["full", "parity", "budget", "auto", "auto, with differences"])
 def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path, name: str) -> None:
     """How much was saved then is no matter of policy: under another one it is the same."""
     with job(tmp_path / "store", width=64, preemption={"exit": False}, **POLICIES[name]) as one:
