@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, LiteralString
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -88,6 +88,18 @@ class Config(sections.Settings):
     s3: sections.S3Settings = sections.S3Settings()
     metrics: sections.MetricsSettings = sections.MetricsSettings()
     timeouts: sections.TimeoutSettings = sections.TimeoutSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_policy(cls, values: Any) -> Any:
+        """Take policy ``auto`` where none is named, encodings are, and a budget limits what may be spent."""
+        if isinstance(values, dict) and "policy" not in values and isinstance(budget := values.get("budget"), dict):
+            encoding = values.get("encoding", RAW)
+            names = encoding.values() if isinstance(encoding, dict) else (encoding,)
+            limited = any(limit is not None for key, limit in budget.items() if key != "burst_seconds")
+            if limited and any(name != RAW for name in names):
+                return {**values, "policy": "auto"}
+        return values
 
     @property
     def store_path(self) -> str:

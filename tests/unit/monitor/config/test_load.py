@@ -54,6 +54,32 @@ def test_staging_is_a_mode_or_a_mapping(value: Any, mode: str, most: int | None)
     assert (copies.mode, copies.max_bytes) == (mode, most)
 
 
+HOURLY = {"bytes_per_hour": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("values", "policy"),
+    [
+        ({"budget": HOURLY, "encoding": "compact"}, "auto"),
+        ({"budget": HOURLY, "encoding": {"exp_avg": "int8-block"}}, "auto"),
+        ({"budget": {"stall_share": 0.01, "bytes_per_hour": None}, "encoding": "careful"}, "auto"),
+        ({"budget": HOURLY, "encoding": "compact", "policy": "budget"}, "budget"),
+        ({"encoding": "compact"}, "full"),
+        ({"budget": {"burst_seconds": 5, "bytes_per_hour": None}, "encoding": "compact"}, "full"),
+    ],
+)
+def test_a_budget_for_encoded_saves_is_spent_by_policy_auto(values: dict[str, Any], policy: str) -> None:
+    config = load_config(values)
+    assert config.policy == policy
+    assert load_config(config.model_dump(exclude_unset=True)) == config
+
+
+@pytest.mark.parametrize("values", [{}, {"encoding": "raw"}, {"encoding": {"exp_avg": "raw"}}])
+def test_a_budget_for_raw_saves_needs_a_policy_that_spends_it(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the policy is full"):
+        load_config({"budget": HOURLY, **values})
+
+
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().every = 3  # type: ignore[misc]
