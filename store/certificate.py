@@ -53,16 +53,21 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
     """Return the saves whose run state may be resumed, best first, each with its segment group.
 
     Only saves that the resolution reads anyway: they are in the store, pruning keeps them, and they hold every rank's
-    run state. The save nearest to ``effective`` comes first, the older of two equally near ones; the commit's own save
+    run state. Not those of a branch that the job left. The save nearest to ``effective`` comes first, the older of two equally near ones; the commit's own save
     comes last."""
     commit = resolution.manifest.save
     groups = {commit: resolution.manifest.groups[commit.name]}
     for version in resolution.versions.values():
         groups[version.save] = version.group
         groups |= {SaveId.parse(name): group for name, group in version.bases.items()}
-    usable = [save for save in groups if save.step <= commit.step]
+    usable = [save for save in groups if save.step <= commit.step and not any(_left(save, one) for one in groups)]
     ordered = sorted(usable, key=lambda save: (abs(save.step - effective), save.step, -save.epoch))
     return {save: groups[save] for save in ordered[: ordered.index(commit) + 1]}
+
+
+def _left(save: SaveId, other: SaveId) -> bool:
+    """Return whether ``other`` shows that the job went back to before ``save``."""
+    return other.epoch > save.epoch and other.step < save.step
 
 
 def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:

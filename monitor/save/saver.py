@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -306,22 +305,22 @@ class Saver:
         if isinstance(copying, WaveCopy) and not (copying.lazy or decided.preempted):  # then the save is waited for
             self._writer.wait(self._pending.number, 0.0)  # hands it over
             copying.let_change(self._job.config.timeouts.close if decided.forced else None)
-        return sum(map(attrgetter("layout.nbytes"), staged))
+        return sum([unit.layout.nbytes for unit in staged])
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
         """Ensure that the name of a save of ``step`` was never used; claim a new epoch if needed. Collective.
 
-        A save may have the name of an in-memory snapshot of the same step, since both hold the same state. After a
-        rollback to before that snapshot the state differs, so the name must too. ``snapshot``: whether the save is one.
-        Returns the reason why no name can be claimed, or None."""
+        A save may have the name of an in-memory snapshot of the same step, which holds the same state, unless the job
+        went back to before it. ``snapshot``: whether the save is one. Returns why no name can be claimed, or None."""
         used = step <= self._highest_snapshot if snapshot else step < self._highest_snapshot
         if step > self._highest_step and not used and not self._renewing:
             return None
+        if self._renewing:  # the job went back, and no delta may be taken to what it left
+            self._packer.reset()
         self._renewing = True  # until it succeeds: a failed claim may have left a record, which fences this epoch
         try:
             self._session.renew(self._group)  # the job rolled back, or saves a step again: it needs a later epoch
-            self._highest_step = self._highest_snapshot = -1
-            self._renewing = False
+            self._highest_step, self._highest_snapshot, self._renewing = -1, -1, False
             self._listeners.on_epoch(self._session.epoch)
         except errors.FencedError:
             self._fenced = True

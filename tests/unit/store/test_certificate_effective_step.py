@@ -136,3 +136,18 @@ def test_a_base_that_is_read_is_a_save_to_go_on_from(tmp_path: Path) -> None:
     store.save(20)
     store.save(30, how={"fp32": How("bf16", level=1, base=base)})
     assert list(run_saves(resolved(tmp_path), 12.0)) == [base, SaveId(30, 1)]
+
+
+def test_a_save_of_an_abandoned_branch_is_none_to_go_on_from(tmp_path: Path) -> None:
+    """As stores hold it that older releases wrote: the job went back, and what it left was a base all the same."""
+    store = StoreBuilder(tmp_path, layers=(FakeLayer("a", 4096), FakeLayer("b", 4096)))
+    store.save(10)
+    store.save(20, how={"fp32": How("bf16", level=1)})
+    left = store.newest
+    assert left is not None
+    assert store.restart() == 2
+    store.save(15, how={"fp32": How("bf16", level=1, base=left)})
+    store.save(30, layers=("b",), how={"fp32": How("bf16", level=1, base=left)})
+    resolution = resolved(tmp_path)
+    assert left in {SaveId.parse(name) for one in resolution.versions.values() for name in one.bases}
+    assert list(run_saves(resolution, 19.0)) == [SaveId(15, 2), SaveId(30, 2)]

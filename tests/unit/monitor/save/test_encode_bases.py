@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import monitor
+from monitor.api import attach_counted
 from store.catalog import open_catalog
 from store.errors import StorageError
 from store.names import SaveId
@@ -102,6 +103,37 @@ def test_going_back_leaves_the_bases_of_this_process_behind(tmp_path: Path) -> N
         assert resumed.step == last.step
         assert resumed.ckpt.certificate is not None
         assert not [unit for unit in resumed.ckpt.certificate.units if unit.fallback]
+
+
+@pytest.mark.parametrize("encoding", [DIFFERENCES["encoding"], "compact"])
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_framework_that_goes_back_leaves_the_bases_behind(tmp_path: Path, encoding: Any, settled: bool) -> None:
+    """It loads a checkpoint of its own, and tells this by its count of steps."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer, count = torch.optim.AdamW(model.parameters(), lr=1e-5), 0
+    values = {"store": str(tmp_path), "every": 1, "metrics": {"enabled": False}, **DIFFERENCES, "encoding": encoding}
+    with attach_counted((model, optimizer), values, None, lambda: count) as ckpt:
+        ckpt.resume()
+
+        def train(steps: int) -> None:
+            nonlocal count
+            for _ in range(steps):
+                model(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+                count += 1
+                ckpt.step()
+                if settled or count < 6:
+                    ckpt.flush()
+
+        train(6)
+        count = 3
+        train(3)
+        ckpt.flush()
+    catalog = open_catalog(LocalFiles(tmp_path))
+    newest = catalog.manifest(catalog.saves()[0])
+    assert newest.save == SaveId(6, 2)
+    assert any(record.bases for record in newest.units)
+    assert all(SaveId.parse(name).epoch == 2 for name in newest.groups)
 
 
 def test_a_save_that_fails_is_no_base(tmp_path: Path) -> None:
