@@ -53,8 +53,8 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
     """Return the saves whose run state may be resumed, best first, each with its segment group.
 
     Only saves that the resolution reads anyway: they are in the store, pruning keeps them, and they hold every rank's
-    run state. Not those of a branch that the job left. The save nearest to ``effective`` comes first, the older of two equally near ones; the commit's own save
-    comes last."""
+    run state. Not those of a branch that the job left. The save nearest to ``effective`` comes first, the older of two
+    equally near ones; the commit's own save comes last."""
     commit = resolution.manifest.save
     groups = {commit: resolution.manifest.groups[commit.name]}
     for version in resolution.versions.values():
