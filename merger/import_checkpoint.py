@@ -185,7 +185,8 @@ def import_checkpoint(
 
 
 def _not_linked(why: str) -> UsageError:
-    return UsageError(f"{why}: leave --link out, and the import copies the bytes")
+    advice = "leave --link out, and the import copies the bytes. If the commit is rounded, copy the store as it is instead"
+    return UsageError(f"{why}: {advice}")
 
 
 def _import_into(plan: ImportPlan, store: Path, progress: Progress, allow_nonfinite: bool) -> ImportResult:
