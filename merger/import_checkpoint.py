@@ -185,7 +185,7 @@ def import_checkpoint(
 
 
 def _not_linked(why: str) -> UsageError:
-    advice = "leave --link out, and the import copies the bytes. If the commit is rounded, copy the store as it is instead"
+    advice = "leave --link out, and the import copies the bytes; if they are rounded, copy the store as it is"
     return UsageError(f"{why}: {advice}")
 
 
