@@ -181,6 +181,7 @@ class _Replay:
             )
             if version is not None:
                 marked = state.changes.get(traced.unit, 0)
+                told = self._plan.same_sizes and self._recorded(point, index, version)
                 stats = replace(
                     stats,
                     drift=self._drift(point, index, version, moved[index]) if seen and index not in sick else None,
@@ -188,7 +189,7 @@ class _Replay:
                     changed_shape=version.size != (traced.nbytes, traced.numel) or version.marked != marked,
                     error=version.error,
                     encoding=version.encoding,
-                    stored_bytes=line.stored_bytes[index] if self._recorded(point, index, version) else version.nbytes,
+                    stored_bytes=line.stored_bytes[index] if told else version.nbytes,
                 )
             shown.append(stats)
         return tuple(shown)
