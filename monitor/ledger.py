@@ -148,12 +148,12 @@ class Ledger:
 def _expected_bytes(before: int | None, last: schema.UnitRecord | None, new: schema.UnitRecord) -> int:
     """Return the bytes of the version after ``new``. before: expected until now. last: the version before ``new``.
 
-    Every few dozen versions one is whole, which says little about the next."""
+    Every few dozen versions one is whole, which says little about the next. Lossless differences are little smaller."""
     known = before if last is not None and last.encoding == new.encoding else None
     if new.bases:
         return new.nbytes if known is None else (known + new.nbytes) // 2
     twice = last is not None and not last.bases and last.version.epoch == new.version.epoch  # so differences do not pay
-    return new.nbytes if twice else known or new.nbytes // 2
+    return new.nbytes if twice or encoding_named(new.encoding).lossless else known or new.nbytes // 2
 
 
 def _inherited_differs(manifest: schema.ManifestRecord) -> tuple[str, ...]:

@@ -184,3 +184,9 @@ def test_without_differences_the_newest_version_is_what_is_expected() -> None:
     ledger = Ledger()
     commit(ledger, 10, (A, B))
     assert ledger.expected == {}
+
+
+def test_lossless_differences_are_expected_to_be_as_large() -> None:
+    ledger = Ledger(differences=True)
+    assert stored(ledger, 1, 100, whole=True, encoding="raw") == 100
+    assert stored(ledger, 2, 80, whole=False, encoding="raw") == 90
