@@ -28,6 +28,7 @@ from monitor.observe.sketch_meter import SketchMeter
 from monitor.observe.units import LocalUnit, UnitTable
 from monitor.preemption import with_scheduler
 from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
+from monitor.save.encode import LIFE
 from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, check_rng, log_startup
 from monitor.telemetry.metrics import Metrics
@@ -298,5 +299,5 @@ def _build_job(
     check_rng(adapter, tracer, settings.trace_path(), group, page)
     listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
-    job.ledger.full_after_rollback, job.ledger.differences = not settings.budget.limited, settings.differences
+    job.ledger.full_after_rollback, job.ledger.life = not settings.budget.limited, LIFE * settings.differences
     return job, metrics, budget_tracker

@@ -79,8 +79,9 @@ class Ledger:
     newest: SaveId | None = None
     differs: tuple[str, ...] = ()  # of the newest commit: why it is not exact, as far as later ones inherit it
     full_after_rollback: bool = True  # False where a budget limits what a save may write
-    differences: bool = False  # whether versions may be stored as differences to earlier ones
-    expected: dict[Unit, int] = field(default_factory=dict)  # then: bytes that the next version of a unit may take
+    life: int = 0  # most differences that a version may need; 0: there are no differences
+    expected: dict[Unit, int] = field(default_factory=dict)  # with differences: bytes that the next version may take
+    whole: dict[Unit, int] = field(default_factory=dict)  # with differences: bytes of the newest whole version
 
     def adopt(self, resolution: Resolution, step: int) -> None:
         """Reset to a resumed commit, fallbacks included; the job continues from ``step``.
@@ -99,6 +100,7 @@ class Ledger:
         for version in taken:
             self.groups.update(version.bases)
         self.expected = {one.record.unit: one.record.nbytes for one in taken if one.record.bases}
+        self.whole = {}  # no difference is taken to a version from before
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
         self.differs = _inherited_differs(resolution.manifest)
@@ -110,6 +112,7 @@ class Ledger:
     def leave(self, step: int) -> None:
         """Drop the versions of ``step`` and later steps: the job went back and will take these steps again."""
         self.versions = {unit: record for unit, record in self.versions.items() if record.version.step < step}
+        self.whole = {}
 
     def drop(self, saves: Collection[str]) -> None:
         """Drop the versions that need segments of these saves, so that the next save writes the units anew."""
@@ -120,10 +123,12 @@ class Ledger:
 
     def advance(self, manifest: schema.ManifestRecord) -> None:
         """Make a committed manifest the newest."""
-        for record in manifest.units if self.differences else ():
+        for record in manifest.units if self.life else ():
             if record.moving and record.save == manifest.save.name:
                 unit = record.unit
                 self.expected[unit] = _expected_bytes(self.expected.get(unit), self.versions.get(unit), record)
+                if not record.bases:
+                    self.whole[unit] = record.nbytes
         self.versions = dict(manifest.versions)
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
@@ -133,6 +138,14 @@ class Ledger:
     def staleness(self, unit: Unit, step: int) -> int | None:
         """Return the steps since the newest version; None if there is none."""
         return staleness_of(self.versions.get(unit), step)
+
+    def reserve(self) -> float:
+        """Return the bytes to keep back, so that whole versions do not leave a debt: a share for each difference."""
+        return sum(
+            max(0, whole - self.expected[unit]) * min(1.0, len(self.versions[unit].bases) / self.life)
+            for unit, whole in self.whole.items()
+            if unit in self.versions
+        )
 
     def kept(
         self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]

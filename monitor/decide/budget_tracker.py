@@ -1,7 +1,8 @@
 """Charge decisions and saves to the budget account, and report its state in metrics and the log. Rank 0 only."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from monitor.events import CommitEvent, DecisionEvent, SaveBeginEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
@@ -32,8 +33,10 @@ class BudgetTracker(SaveListener):
         self._widened: set[str] = set()
         self.writing = WriteEstimate()  # learned from the time that units took to become durable
 
-    def offer(self, stats: Sequence[UnitStats], step: int) -> Budget:
-        """Return what a decision on these units, at ``step``, may cost."""
+    def offer(self, stats: Sequence[UnitStats], step: int, reserve: Callable[[], float] = lambda: 0.0) -> Budget:
+        """Return what a decision on these units, at ``step``, may cost.
+
+        ``reserve``: bytes to keep back, as far as a full bucket still pays for the next versions of all units."""
         if not self._account.limited:
             return Budget()
         sizes = [one.nbytes for one in stats]
@@ -51,7 +54,11 @@ class BudgetTracker(SaveListener):
                 "themselves use the whole budget: raise the limit, or decide less often (`every`)",
                 _DEBT_WARNING,
             )
-        return self._account.budget(step, bytes_)
+        budget = self._account.budget(step, bytes_)
+        if bytes_ is None or bytes_ <= 0.0:
+            return budget
+        spare = self._account.most() - sum(one.stored_bytes or one.nbytes for one in stats)
+        return replace(budget, bytes=max(0.0, bytes_ - max(0.0, min(reserve(), spare))))
 
     def begin(self, step: int, stats: Sequence[UnitStats], saved: Mapping[Unit, Choice], first: bool) -> None:
         """Charge the expected cost of a save. first: the store has no commit yet."""

@@ -266,7 +266,7 @@ class Decider:
         select: Callable[[Sequence[UnitStats], Budget, History], Decision],
         step: int,
     ) -> Chosen:
-        interval, budget = self._job.pace.choose(), self._budget_tracker.offer(stats, step)
+        interval, budget = self._job.pace.choose(), self._budget_tracker.offer(stats, step, self._ledger.reserve)
         decision = select(stats, budget, History(step, self._ledger.commits, interval))
         self._made = stats, decision, budget
         by_choice: dict[tuple[str, str], list[int]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from monitor.ledger import CommitDraft, JobFacts, Ledger, PreparedCommit, build_manifest
 from monitor.observe.units import UnitSize
 from policies.base import Choice
@@ -150,11 +152,14 @@ def test_going_on_before_the_commit_all_that_moves_is_to_be_saved_anew() -> None
     assert (ledger.newest, ledger.commits) == (manifest.save, 1)
 
 
-def stored(ledger: Ledger, step: int, nbytes: int, whole: bool, epoch: int = 1, encoding: str = "int8-log2") -> int:
-    """Commit a version of one unit. Return the bytes expected of its next one."""
+def stored(
+    ledger: Ledger, step: int, nbytes: int, whole: bool, epoch: int = 1, encoding: str = "int8-log2", bases: int = 1
+) -> int:
+    """Commit a version of one unit. Return the bytes expected of its next one. bases: saves that it needs, if any."""
     record = UnitRecord(
         layer="a", slot="fp32", save=SaveId(step, epoch).name, encoding=encoding, numel=4, nbytes=nbytes, drift=0.0,
-        staleness=0, moving=True, bases=() if whole else (SaveId(step - 1, epoch).name,),
+        staleness=0, moving=True,
+        bases=() if whole else tuple(SaveId(step - 1 - back, epoch).name for back in range(bases)),
     )  # fmt: skip
     ledger.advance(manifest_of_unit(record, step, epoch))
     return ledger.expected[A]
@@ -169,7 +174,7 @@ def manifest_of_unit(record: UnitRecord, step: int, epoch: int) -> ManifestRecor
 
 
 def test_a_whole_version_says_little_about_the_next_difference() -> None:
-    ledger = Ledger(differences=True)
+    ledger = Ledger(life=12)
     assert stored(ledger, 1, 100, whole=True) == 50
     assert stored(ledger, 2, 30, whole=False) == 40
     assert stored(ledger, 3, 30, whole=False) == 35
@@ -180,6 +185,25 @@ def test_a_whole_version_says_little_about_the_next_difference() -> None:
     assert stored(ledger, 8, 40, whole=True, encoding="bf16") == 20
 
 
+def test_a_share_of_the_next_whole_version_is_kept_back_for_each_difference() -> None:
+    ledger = Ledger(life=4)
+    for step, nbytes, bases, kept in (
+        (1, 300, 0, 0),
+        (2, 100, 1, 44),
+        (3, 100, 2, 94),
+        (4, 100, 3, 146),
+        (5, 100, 4, 198),
+    ):
+        stored(ledger, step, nbytes, whole=not bases, bases=bases)
+        assert ledger.reserve() == pytest.approx(kept, abs=1.0)
+    stored(ledger, 6, 280, whole=True)
+    assert ledger.reserve() == 0.0
+    stored(ledger, 7, 20, whole=False, epoch=2)
+    assert ledger.reserve() > 0.0
+    ledger.leave(7)
+    assert ledger.reserve() == 0.0
+
+
 def test_without_differences_the_newest_version_is_what_is_expected() -> None:
     ledger = Ledger()
     commit(ledger, 10, (A, B))
@@ -187,6 +211,6 @@ def test_without_differences_the_newest_version_is_what_is_expected() -> None:
 
 
 def test_lossless_differences_are_expected_to_be_as_large() -> None:
-    ledger = Ledger(differences=True)
+    ledger = Ledger(life=12)
     assert stored(ledger, 1, 100, whole=True, encoding="raw") == 100
     assert stored(ledger, 2, 80, whole=False, encoding="raw") == 90

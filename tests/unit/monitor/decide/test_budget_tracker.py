@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -60,6 +61,35 @@ def test_the_first_save_is_free_and_shows_what_a_save_takes_besides() -> None:
     clock.now = 50.0
     assert spending.offer([unit("a")], 1).bytes == 500.0 - 30.0
     assert value(metrics, "driftpoint_budget_bytes") == 500.0
+
+
+def test_with_a_reserve_for_whole_versions_saves_come_at_even_intervals() -> None:
+    whole, difference, life = 300, 100, 4
+    for kept_back, longest in ((True, 15), (False, 30)):
+        spending, clock, _ = account(10.0, 1000.0)
+        saved, made = list[int](), 0
+        for step in range(600):
+            clock.now, position = float(step), made % (life + 1)
+            one = replace(unit("a"), stored_bytes=difference)
+            reserve = (whole - difference) * ((made - 1) % (life + 1)) / life if kept_back and made else 0.0
+            offered = spending.offer([one], step, lambda kept=reserve: kept).bytes or 0.0
+            if offered >= difference:
+                spending.begin(step, [one], choices(one), first=not saved)
+                spending.committed(whole if position == 0 else difference, 0.1)
+                saved, made = [*saved, step], made + 1
+        intervals = [after - before for before, after in pairwise(saved[1:])]
+        assert max(intervals) == longest
+        assert len(saved) == pytest.approx(600 / 14, abs=2)
+
+
+def test_what_a_full_bucket_would_not_pay_for_is_not_kept_back() -> None:
+    spending, clock, _ = account(10.0, 450.0)
+    clock.now = 100.0
+    assert spending.offer([unit("a")], 1, lambda: 300.0).bytes == 400.0, (
+        "the unit takes 400 bytes, and the bucket is full"
+    )
+    clock.now = 200.0
+    assert spending.offer([replace(unit("a"), stored_bytes=100)], 2, lambda: 300.0).bytes == 150.0
 
 
 def test_a_save_is_charged_when_it_begins_and_corrected_when_it_is_committed() -> None:
