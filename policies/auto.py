@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.base import Budget, Choice, Decision, History, UnitStats, worth_saving
-from policies.budget import BudgetPolicy
+from policies.budget import LAG, BudgetPolicy
 from policies.encodings import options
 from store.names import BUFFER, WEIGHTS, Unit, group_by_key
 
 PARTS = (1, 2, 4, 8, 16)  # into how many parts the moments may be divided, of which each save stores one
-LAG = 1.0  # steps that a failure costs for a slot of moments that is wholly out of date, where ``lags`` says nothing
+LEAST = 0.05  # correlation below which moments have nothing in common with their version
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Plan:
 @dataclass(frozen=True)
 class AutoPolicy(BudgetPolicy):
     """Policy ``auto``: the cheaper of two plans, compared anew at each decision. Parameters as of ``budget``;
-    ``lags`` are 1 by default, and 3 where it chooses as ``budget`` does.
+    ``lags``: steps that a failure costs for each squared drift of 1 of a slot of moments.
 
     It chooses as ``budget`` does until the rate of the budget is known; if the save of no plan can ever be paid; and
     after a resume, until the process has run for a period: processes that never run so long would never save."""
@@ -63,12 +63,14 @@ class AutoPolicy(BudgetPolicy):
         sizes = {one.unit: options(one, self._coarsest(one))[0].nbytes for one in moving}
         shares, plans = _shares(moving), dict[frozenset[Unit], Plan]()
         moments = [one for one in moving if not _is_weight(one)]
-        aging = [(self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0), _pace(one)) for one in moments]
+        aging = [
+            (2 * self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0), _kept(one)) for one in moments
+        ]
         for units, taken in _sets(moving, sizes):
             nbytes = costs + math.fsum(sizes[unit] for unit in units if unit not in fixed)
             period = max(interval, nbytes / (budget.per_step or math.inf))
             age = period * (1.0 / taken - 1.0) / 2
-            cost = period / 2 + math.fsum(lag * min(1.0, pace * age) for lag, pace in aging if age)
+            cost = period / 2 + math.fsum(twice * (1.0 - kept**age) for twice, kept in aging)
             text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
             if units and (budget.most is None or nbytes <= budget.most):
                 plans.setdefault(units, Plan(text, units, nbytes, period, cost))
@@ -107,6 +109,14 @@ def _shares(moving: Sequence[UnitStats]) -> Mapping[str, float]:
     }
     total = math.fsum(parts.values())
     return {layer: part / total for layer, part in parts.items()}
+
+
+def _kept(one: UnitStats) -> float:
+    """Return the share of the correlation with the version that is left after each step.
+
+    Values of equal length with correlation c have a squared drift of 2 * (1 - c)."""
+    pace, steps = _pace(one), max(1, one.staleness or 0)
+    return math.pow(max(LEAST, 1.0 - (pace * steps) ** 2 / 2), 1.0 / steps)
 
 
 def _pace(one: UnitStats) -> float:

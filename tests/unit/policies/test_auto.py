@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.accounting import BYTES, STALL, Account, TokenBucket
-from policies.auto import LAG, AutoPolicy, Plan
+from policies.auto import LEAST, AutoPolicy, Plan
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds
-from policies.budget import BudgetPolicy
+from policies.budget import LAG, BudgetPolicy
 from policies.encodings import expected_bytes
 from policies.registry import policy_from, with_fixed_encoding
 from store.encoding import BF16, INT8_LOG2, INT8_SHARED_EXPONENT
@@ -65,7 +65,7 @@ def test_where_bytes_are_plenty_everything_is_saved_at_once() -> None:
     decision = select(stats, 24 * EACH, per_step=24 * EACH / 2)
     assert len(decision.saved) == 24
     (why,) = reasons(decision)
-    assert why.startswith("everything, every 2 steps, costs a failure 1 steps; weights and 50 % of the moments ")
+    assert why.startswith("everything, every 2 steps, costs a failure 1 steps; weights and 50 % of the moments 2.84")
 
 
 def test_it_waits_until_the_whole_plan_can_be_paid() -> None:
@@ -85,12 +85,29 @@ def test_where_bytes_are_few_the_weights_are_saved_more_often_and_moments_in_tur
     assert "everything 50" in next(iter(reasons(decision)))
 
 
-def test_the_cost_is_half_a_period_and_lag_for_moments_that_are_out_of_date() -> None:
+def test_the_cost_is_half_a_period_and_lag_for_the_squared_drift_of_moments() -> None:
     stats, per_step = model(), 24 * EACH / 100
     whole, turns = plans(stats, per_step)
     assert (len(whole.units), whole.period, whole.cost) == (24, pytest.approx(100), pytest.approx(50))
     assert len(turns.units) == 10 and turns.period == pytest.approx(10 * EACH / per_step)
-    assert turns.cost == pytest.approx(turns.period / 2 + 2 * LAG)  # both slots drifted by 1 in 10 steps
+    age = turns.period * 7 / 2  # one of eight layers is fresh
+    # A squared drift of 1 in ten steps: half of the correlation is left.
+    assert turns.cost == pytest.approx(turns.period / 2 + 2 * LAG * 2 * (1 - 0.5 ** (age / 10)))
+
+
+def test_moments_that_turned_around_count_as_those_with_nothing_in_common() -> None:
+    for drift in (1.5, 2.0, 1e3, math.inf, None):
+        _, turns = plans(
+            [replace(one, drift=drift) if one.unit.slot != WEIGHTS else one for one in model()], 24 * EACH / 100
+        )
+        assert turns.cost == pytest.approx(turns.period / 2 + 2 * LAG * 2 * (1 - LEAST ** (turns.period * 7 / 20)))
+
+
+def test_moments_that_are_a_few_steps_old_cost_little() -> None:
+    whole, turns = plans(model(), 24 * EACH / 8)
+    assert len(turns.units) == 8 + 2 * 4 and turns.period == pytest.approx(16 / 3)
+    assert turns.cost == pytest.approx(turns.period / 2 + 2 * LAG * 2 * (1 - 0.5 ** (turns.period / 20)))
+    assert turns.cost < whole.cost + 1.0
 
 
 def test_moments_that_keep_are_saved_seldom_and_cost_little() -> None:
