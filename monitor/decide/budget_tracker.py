@@ -1,6 +1,7 @@
 """Charge decisions and saves to the budget account, and report its state in metrics and the log. Rank 0 only."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ class BudgetTracker(SaveListener):
     def offer(self, stats: Sequence[UnitStats], step: int, reserve: Callable[[], float] = lambda: 0.0) -> Budget:
         """Return what a decision on these units, at ``step``, may cost.
 
-        ``reserve``: bytes to keep back, as far as a full bucket still pays for the next versions of all units."""
+        ``reserve``: bytes to keep back, as far as the bucket has room for them: all of a full one is offered."""
         if not self._account.limited:
             return Budget()
         sizes = [one.nbytes for one in stats]
@@ -55,10 +56,10 @@ class BudgetTracker(SaveListener):
                 _DEBT_WARNING,
             )
         budget = self._account.budget(step, bytes_)
-        if bytes_ is None or bytes_ <= 0.0:
+        if bytes_ is None or not 0.0 < bytes_ < math.inf:
             return budget
-        spare = self._account.most() - sum(one.stored_bytes or one.nbytes for one in stats)
-        return replace(budget, bytes=max(0.0, bytes_ - max(0.0, min(reserve(), spare))))
+        room = max(0.0, self._account.most() - bytes_)
+        return replace(budget, bytes=max(0.0, bytes_ - min(reserve(), room)))
 
     def begin(self, step: int, stats: Sequence[UnitStats], saved: Mapping[Unit, Choice], first: bool) -> None:
         """Charge the expected cost of a save. first: the store has no commit yet."""

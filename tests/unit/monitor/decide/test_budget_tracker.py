@@ -82,14 +82,11 @@ def test_with_a_reserve_for_whole_versions_saves_come_at_even_intervals() -> Non
         assert len(saved) == pytest.approx(600 / 14, abs=2)
 
 
-def test_what_a_full_bucket_would_not_pay_for_is_not_kept_back() -> None:
+def test_nothing_of_a_full_bucket_is_kept_back() -> None:
     spending, clock, _ = account(10.0, 450.0)
-    clock.now = 100.0
-    assert spending.offer([unit("a")], 1, lambda: 300.0).bytes == 400.0, (
-        "the unit takes 400 bytes, and the bucket is full"
-    )
-    clock.now = 200.0
-    assert spending.offer([replace(unit("a"), stored_bytes=100)], 2, lambda: 300.0).bytes == 150.0
+    for now, offered in ((10.0, 0.0), (30.0, 150.0), (44.0, 430.0), (100.0, 450.0)):
+        clock.now = now
+        assert spending.offer([unit("a")], 1, lambda: 200.0).bytes == pytest.approx(offered), now
 
 
 def test_a_save_is_charged_when_it_begins_and_corrected_when_it_is_committed() -> None:
