@@ -15,13 +15,13 @@ from deploy.supervisor.processes import ATTRIBUTION_SECONDS, ProcessStopper
 from store.errors import PREEMPTED, ConfigError
 
 HANDLES = """
-import signal, sys
+import signal, time
 signal.signal(signal.SIGUSR1, lambda *_: print("USR1", flush=True))
 signal.signal(signal.SIGUSR2, lambda *_: print("USR2", flush=True))
 signal.signal(signal.SIGTERM, lambda *_: print("TERM", flush=True))
 print("ready", flush=True)
 while True:
-    signal.pause()
+    time.sleep(0.05)  # pause() would miss a signal that comes just before it
 """
 
 
