@@ -212,7 +212,9 @@ def slope_through_zero(points: Sequence[tuple[float, float]]) -> tuple[float, fl
 
 
 def correlation(points: Sequence[tuple[float, float]]) -> float:
-    """R^2 of a line with a level of its own."""
+    """R^2 of a line with a level of its own; NaN without points, as for a seed whose rows are all exact."""
+    if not points:
+        return float("nan")
     mx, my = fmean(x for x, _ in points), fmean(y for _, y in points)
     xy = sum((x - mx) * (y - my) for x, y in points)
     xx, yy = sum((x - mx) ** 2 for x, _ in points), sum((y - my) ** 2 for _, y in points)
