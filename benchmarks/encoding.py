@@ -1,15 +1,15 @@
 """What encoding, packing and differences leave of a save, and what they cost, on real training state.
 
-    python benchmarks/encoding.py [--parts bytes entropy speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 51]
+    python benchmarks/encoding.py [--parts bytes entropy moments speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 51]
                                  [--every 10] [--beta2 0.999] [--json FILE]
 
 A Llama of five million parameters learns to read bytes under bfloat16 autocast; then, from that one warm start, at
 each of three rates, and every 10 steps all ways of saving save the same state into stores of their own. Bytes are
 those of the stored fragments, by slot, a parameter and save, against DeepSpeed's 14 (bfloat16 weights, and float32
 weights and moments); with differences, the mean over all saves after the first one, so those that are stored whole,
-for others to differ from, are counted. Then what differences of
-weights could take at least, the speed of encoders and packers, and the stall of saves side by side.
-One thread. Exits 1 when a goal is missed.
+for others to differ from, are counted. Then what differences of weights could take at least, what moments would take
+in other forms, the speed of encoders and packers, and the stall of saves side by side. One thread. Exits 1 when a goal
+is missed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from benchmarks.encoding_bytes import SLOTS, AtRate, Warm, at_one_rate  # noqa: E402
 from benchmarks.encoding_entropy import entropies  # noqa: E402
+from benchmarks.encoding_moments import moments  # noqa: E402
 from benchmarks.encoding_speed import encoders, packers, snapshots, stalls  # noqa: E402
 from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.learner import Course, Shape, sources  # noqa: E402
 from monitor.save.encode import CHAINS, LIFE  # noqa: E402
 
 SHAPE = Shape(hidden=256, inner=688, layers=6, heads=4, windows=4, length=64)
-PARTS = ["bytes", "entropy", "speed", "stall"]
+PARTS = ["bytes", "entropy", "moments", "speed", "stall"]
 DEEPSPEED = 14.0
 """Bytes a parameter of DeepSpeed's ZeRO-1/2 checkpoints."""
 
@@ -67,6 +68,8 @@ def main() -> int:
             figures += _bytes(found, options.every, options.beta2)
     for rate in options.rates if "entropy" in options.parts else ():
         figures += entropies(warm.at(rate))
+    for rate in options.rates if "moments" in options.parts else ():
+        figures += moments(warm.at(rate))
     if "speed" in options.parts:
         state = snapshots(warm.at(1e-4))
         figures += encoders(state, options.rounds) + packers(state, max(3, options.rounds // 3))

@@ -84,9 +84,9 @@ def _of(base: State, after: State) -> dict[str, float]:
     factors, *_ = np.linalg.lstsq(updates, after.weights - base.weights, rcond=None)
     predicted = base.codes + np.rint((updates @ factors) / base.scales).astype(np.int64)
     return {
-        "bf16": _entropy(_bfloat16(after.weights) - _bfloat16(base.weights)),
-        "int16-shared-exponent": _entropy(after.codes - base.codes),
-        "the same, predicted from moments": _entropy(after.codes - predicted),
+        "bf16": entropy(_bfloat16(after.weights) - _bfloat16(base.weights)),
+        "int16-shared-exponent": entropy(after.codes - base.codes),
+        "the same, predicted from moments": entropy(after.codes - predicted),
     }
 
 
@@ -96,7 +96,7 @@ def _bfloat16(values: Values) -> Codes:
     return np.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
-def _entropy(codes: Codes) -> float:
+def entropy(codes: Codes) -> float:
     """Bytes a value of the best code that knows how often each occurs."""
     share = np.unique(codes, return_counts=True)[1] / codes.size
     return float(-(share * np.log2(share)).sum() / 8)
