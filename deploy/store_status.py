@@ -210,8 +210,7 @@ def _resume(catalog: Catalog, problems: list[str]) -> tuple[Resume, ManifestReco
     try:
         resolution, passed_over = newest_resumable(catalog)
     except NothingToResumeError as error:
-        if catalog.saves():
-            problems.append(str(error))
+        problems += [*catalog.lost(), *([str(error)] if catalog.saves() else [])]
         return None, None
     problems.extend(passed_over)
     problems.extend(resolution.problems)

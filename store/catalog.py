@@ -116,6 +116,19 @@ class Catalog:
                 ) from error
             return []
 
+    def lost(self) -> tuple[str, ...]:
+        """Return a problem if LATEST, written after each commit, names one that is newer than all in ``manifests/``."""
+        with suppress(errors.StorageError, ValueError):
+            named = SaveId.parse(self.files.read(paths.LATEST, _MARK_LIMIT).decode().rstrip("\n"))
+            if named > max(self.saves(), default=SaveId(0, 0)):  # listed after LATEST was read
+                text = (
+                    f"{named}: it was committed, as {paths.LATEST} tells, and is not in {paths.MANIFESTS}/ any more. Restore "
+                    "that file from a copy before the next save, which removes the segments. If it was moved away on "
+                    f"purpose, or this is a copy of a store in use, remove {paths.LATEST}"
+                )
+                return (text,)
+        return ()
+
     def proven(self) -> set[SaveId]:
         """Return the commits that a job resumed from and then took a step."""
         return set(newest_first(list_or_empty(self.files, paths.PROVEN)))

@@ -120,7 +120,7 @@ def _require_reachable(manifest: ManifestRecord) -> None:
 
 
 def hint_latest(files: Files, save: SaveId) -> None:
-    """Point LATEST at a commit, as a hint for people; readers do not trust it."""
+    """Point LATEST at a commit, so that its loss is noticed; readers do not follow it."""
     replace_hint(files, LATEST, f"{save.name}\n".encode())
 
 

@@ -149,14 +149,14 @@ def newest_resumable(
     Raises NothingToResumeError if none resolves, UnreachableError if an object store does not answer."""
     suspects = catalog.suspects()
     passed_over: list[str] = list(suspects.problems)
-    saves = catalog.saves()
+    lost, saves = catalog.lost(), catalog.saves()
     for save in resume_order(saves, suspects.saves, catalog.proven()):
         if save in skip:
             continue
         with noting(passed_over, f"{save}: "):
             if catalog.manifest(save).weights_only:
                 raise DamagedError("it holds weights only: export it (`driftpoint export`), it cannot be resumed")
-            return resolve(catalog, save, bad), (*passed_over, *suspects.messages(save, saves))
+            return resolve(catalog, save, bad), (*lost, *passed_over, *suspects.messages(save, saves))
     if passed_over:
         raise NothingToResumeError(
             f"no commit can be resumed: {listed(passed_over, 4, '; ')}. Run `driftpoint verify STORE` for details"

@@ -176,7 +176,7 @@ def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyRepor
         )
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
-    problems = [*checker.problems(saves), *catalog.suspects().problems]
+    problems = [*catalog.lost(), *checker.problems(saves), *catalog.suspects().problems]
     for epoch in listed_epochs(catalog.files):
         with noting(problems), suppress(MissingError):
             read_epoch(catalog.files, epoch)

@@ -56,7 +56,7 @@ def test_the_page_copies_manifests_first() -> None:
     copied = re.findall(r"^rsync (.*)$", PAGE, re.MULTILINE)
     assert copied == [
         "-a STORE/manifests/ COPY/manifests/",
-        "-a --exclude LOCK --exclude '.tmp-*' --exclude '/manifests/' STORE/ COPY/",
+        "-a --exclude LOCK --exclude LATEST --exclude '.tmp-*' --exclude '/manifests/' STORE/ COPY/",
     ]
 
 
@@ -72,7 +72,7 @@ def test_a_copy_made_while_the_job_commits_and_prunes(tmp_path: Path, meanwhile:
         root,
         copy,
         dirs_exist_ok=True,
-        ignore=lambda folder, names: ["LOCK", *({"manifests"} if Path(folder) == root else ())],
+        ignore=lambda folder, names: ["LOCK", "LATEST", *({"manifests"} if Path(folder) == root else ())],
     )
     run.ckpt.close()
     catalog = open_catalog(LocalFiles(copy))

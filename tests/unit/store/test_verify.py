@@ -4,7 +4,8 @@ import pytest
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import StorageError
-from store.names import SaveId, epoch_path, manifest_path, part_path, payload_path
+from store.names import LATEST, SaveId, epoch_path, manifest_path, part_path, payload_path
+from store.resolve import newest_resumable
 from store.segment import read_part
 from store.verify import VerifyReport, total_bytes, verify
 from tests.crash.damage import edit, flip, put, remove
@@ -46,6 +47,32 @@ def test_an_empty_store(job: Job) -> None:
     assert found.resumable is None
     assert found.commits == ()
     assert total_bytes(open_or_create(job.files)) == 0
+
+
+def test_a_newest_manifest_that_is_gone_is_told_until_the_next_commit(job: Job, saves: list[SaveId]) -> None:
+    catalog = open_catalog(job.files)
+    assert catalog.lost() == ()
+    remove(job.files, manifest_path(saves[3]))
+    found = report(job)
+    assert not found.ok
+    assert found.resumable == saves[2]
+    assert found.problems[0].startswith(f"{saves[3]}: it was committed")
+    resolution, notes = newest_resumable(open_catalog(job.files))
+    assert (resolution.manifest.save, notes) == (saves[2], found.problems)
+    for save in saves[:3]:
+        remove(job.files, manifest_path(save))
+    assert report(job).problems == found.problems
+    put(job.files, LATEST, b"a line that is no name\n")
+    assert report(job).ok
+    remove(job.files, LATEST)
+    assert report(job).ok
+
+
+def test_an_outdated_latest_is_no_damage(job: Job, saves: list[SaveId]) -> None:
+    put(job.files, LATEST, f"{saves[0]}\n".encode())
+    assert report(job).ok
+    remove(job.files, manifest_path(saves[0]))
+    assert report(job).ok
 
 
 def test_the_damaged_record_of_an_epoch_is_told(job: Job, saves: list[SaveId]) -> None:
