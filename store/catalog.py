@@ -122,7 +122,7 @@ class Catalog:
             named = SaveId.parse(self.files.read(paths.LATEST, _MARK_LIMIT).decode().rstrip("\n"))
             if named > max(self.saves(), default=SaveId(0, 0)):  # listed after LATEST was read
                 text = (
-                    f"{named}: it was committed, as {paths.LATEST} tells, and is not in {paths.MANIFESTS}/ any more. Restore "
+                    f"{named}: it was committed, as {paths.LATEST} tells, and is gone from {paths.MANIFESTS}/. Restore "
                     "that file from a copy before the next save, which removes the segments. If it was moved away on "
                     f"purpose, or this is a copy of a store in use, remove {paths.LATEST}"
                 )
