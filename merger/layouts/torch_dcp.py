@@ -8,6 +8,7 @@ Counters, random-number states and the user's objects, by rank and name, are in 
 counts of DeepSpeed's Adam variants become those of torch's optimizers, which otherwise refuse or ignore them. The other
 two files are for ``load_state_dict``, where every rank holds everything. Neither needs Driftpoint installed."""
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from merger import checkpoint as checkpoints
 from merger.checkpoint import Checkpoint, Placement, PlannedTensor, plan_parameter, to_portable
-from merger.io.output_file import OutFile
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target, canonical_names, grouped, model_names, share_tied, strip_wrappers
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
@@ -243,6 +244,9 @@ def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     members = sorted({group.get("member", 0) for group in checkpoint.framework_state["param_groups"]})
     names = {member: f"optimizer.{member}" if len(members) > 1 else "optimizer" for member in members}
     files = [OutFile(f"{name}.pt", PtFile(optimizer_state(checkpoint, member))) for member, name in names.items()]
+    if len(members) == 1:  # for an import
+        groups = [list(group["params"]) for group in checkpoint.framework_state["param_groups"]]
+        files.append(OutFile("param_names.json", VerbatimFile(json.dumps(groups).encode())))
     objects = {"model": "model", **{name: name.replace(".", "[") + "]" * ("." in name) for name in names.values()}}
     load = tuple(f"{item}.load_state_dict(torch.load({{out:{name}.pt}}))" for name, item in objects.items())
     return LayoutResult(f"step{checkpoint.step}", (OutFile("model.pt", PtFile(model)), *files, extra), (*load, *more))

@@ -296,7 +296,7 @@ def _weights(folder: Path, files: LocalFiles) -> Mapping[str, StoredTensor]:
     """Return the weights in a folder; of the file that the Trainer itself loads, if there are several."""
     if (folder / "model.safetensors").is_file():
         return dict(_safetensors(files, "model.safetensors"))
-    for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin"):
+    for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt"):  # the last one: of a merge
         if (folder / name).is_file():
             return model_tensors(Nest(read_pt(files, name)[0], str(folder / name)))
     index = folder / "model.safetensors.index.json"

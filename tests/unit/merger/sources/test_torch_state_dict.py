@@ -50,7 +50,17 @@ def folder(directory: Path, job: Job) -> Path:
     return directory / "saved"
 
 
-@pytest.mark.parametrize(("made", "named"), [(numbered_file, False), (named_file, True), (folder, False)])
+def merged(directory: Path, job: Job) -> Path:
+    """As ``driftpoint merge --layout torch``, which writes no file for the schedule."""
+    import_checkpoint(plan_import(folder(directory, job)), directory / "first")
+    merge(directory / "first", directory / "merged", target=Target("torch"))
+    torch.save(job.scheduler.state_dict(), directory / "merged" / "scheduler.bin")
+    return directory / "merged"
+
+
+@pytest.mark.parametrize(
+    ("made", "named"), [(numbered_file, False), (named_file, True), (folder, False), (merged, True), (merged, False)]
+)
 def test_a_job_resumes_bitwise(tmp_path: Path, made: Callable[[Path, Job], Path], named: bool) -> None:
     job = Job(1, named=named)
     job.train(0, STEPS)
