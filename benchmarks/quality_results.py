@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+
 Record = dict[str, Any]
 
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201}
@@ -202,6 +204,20 @@ def less_often(size: float, rate: float, worth: float, gap: float = 0.0) -> floa
     failure finds the save on average half a period old."""
     period = max(1.0, size / rate)
     return gap + worth * (period - 1) / 2
+
+
+def size_at(sizes: Mapping[int, float], rate: float) -> float:
+    """Bytes a parameter of a save, made as often as ``rate`` allows. Differences grow with the period.
+
+    sizes: measured, by period; in between, in a straight line over its logarithm, and beyond, those of the last."""
+    known = sorted(sizes.items())
+    periods, values = np.log([period for period, _ in known]), [value for _, value in known]
+    low, high = 0.0, 12.0  # logarithm of the period
+    for _ in range(60):
+        middle = (low + high) / 2
+        size = float(np.interp(middle, periods, values))
+        low, high = (middle, high) if size > rate * np.exp(middle) else (low, middle)
+    return size
 
 
 def slope_through_zero(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

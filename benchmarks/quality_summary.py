@@ -21,6 +21,7 @@ from benchmarks.quality_results import (
     mean,
     over_seeds,
     row_results,
+    size_at,
     slope_through_zero,
 )
 from benchmarks.quality_settings import MAKERS, Span, setting_named
@@ -144,9 +145,9 @@ def baseline(results: Results, rows: Sequence[RowResult], family: str, rate: flo
         return less_often(RAW, rate, worth)
     if family == "full, compact":
         return less_often(compact.rate * compact.every, rate, worth, compact.gap.value)
-    sizes = [row.rate * row.every for row in rows if row.family == family]
+    sizes = {row.every: row.rate * row.every for row in rows if row.family == family}
     gap = compact.gap.value if "compact" in family else 0.0
-    return less_often(sum(sizes) / len(sizes), rate, worth, gap) if sizes else float("nan")
+    return less_often(size_at(sizes, rate), rate, worth, gap) if sizes else float("nan")
 
 
 def _curved(results: Results, span: Span) -> Iterator[Figure]:

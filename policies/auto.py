@@ -34,19 +34,22 @@ class AutoPolicy(BudgetPolicy):
     ``lags``: steps that a failure costs for each squared drift of 1 of a slot of moments.
 
     It chooses as ``budget`` does until the rate of the budget is known; if the save of no plan can ever be paid; and
-    after a resume, until the process has run for a period: processes that never run so long would never save."""
+    after a resume, until the process has run for two periods: one that never runs so long would never pay for a plan.
+    A full budget is spent on everything, whatever that costs: what it cannot hold is lost."""
 
     name: ClassVar[str] = "auto"
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         plans = self._plans(stats, budget, history.interval or 1) if budget.per_step else []
-        best = min(plans, key=lambda plan: plan.cost, default=None)
-        if best is None or (budget.resumed_for is not None and budget.resumed_for < best.period):
+        at_hand = math.inf if budget.bytes is None else budget.bytes
+        full = budget.most is not None and at_hand >= budget.most
+        best = plans[0] if full and plans else min(plans, key=lambda plan: plan.cost, default=None)
+        if best is None or (not full and budget.resumed_for is not None and budget.resumed_for < 2 * best.period):
             return super().select(stats, budget, history)
         others = "".join(f"; {plan.text} {plan.cost:.3g}" for plan in plans if plan is not best)
         why = f"{best.text}, every {best.period:.3g} steps, costs a failure {best.cost:.3g} steps{others}"
+        why = f"a full budget would earn nothing more; {why}" if full else why
         (fixed, _), chosen = self._fixed(stats, budget), best.units
-        at_hand = math.inf if budget.bytes is None else budget.bytes
         if best.nbytes > at_hand:
             chosen, why = frozenset(), f"{best.nbytes:.0f} bytes are needed, {at_hand:.0f} are at hand; {why}"
         return Decision({one.unit: fixed.get(one.unit) or self._choice(one, chosen, why) for one in stats})
@@ -71,7 +74,7 @@ class AutoPolicy(BudgetPolicy):
             period = max(interval, nbytes / (budget.per_step or math.inf))
             age = period * (1.0 / taken - 1.0) / 2
             cost = period / 2 + math.fsum(twice * (1.0 - kept**age) for twice, kept in aging)
-            text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
+            text = "everything" if len(units) == len(moving) else f"weights and {min(99.0, 100 * taken):.0f} % of the moments"
             if units and (budget.most is None or nbytes <= budget.most):
                 plans.setdefault(units, Plan(text, units, nbytes, period, cost))
         return sorted(plans.values(), key=lambda plan: (plan.text != "everything", plan.cost))[:2]

@@ -20,6 +20,7 @@ from benchmarks.quality_results import (
     newest,
     over_seeds,
     row_results,
+    size_at,
     slope_through_zero,
 )
 from benchmarks.quality_rows import Row, rows
@@ -137,6 +138,15 @@ def test_failures_are_spread_over_the_window_and_differ_between_seeds(tiny: Sett
 def test_rows_have_names_of_their_own() -> None:
     names = [row.name for row in rows({10: {"fp32": 0.1}, 20: {"fp32": 0.2}})]
     assert len(names) == len(set(names))
+
+
+def test_the_size_of_a_save_goes_with_its_period() -> None:
+    sizes = {5: 1.0, 20: 2.0}
+    assert size_at(sizes, 1.0) == 1.0  # at each step, which was not measured
+    assert size_at(sizes, 0.2) == pytest.approx(1.0)
+    assert size_at(sizes, 0.15) == pytest.approx(1.5)  # every ten
+    assert size_at(sizes, 0.1) == pytest.approx(2.0)
+    assert size_at(sizes, 0.01) == 2.0
 
 
 def test_what_saving_less_often_costs() -> None:

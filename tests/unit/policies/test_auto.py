@@ -170,10 +170,10 @@ def test_a_layer_that_is_most_of_the_model_is_counted_whole() -> None:
     assert whole.nbytes == (57 + 114) * EACH
 
 
-def test_after_a_resume_it_waits_for_a_whole_save_only_once_it_lived_for_a_period() -> None:
+def test_after_a_resume_it_waits_for_a_whole_save_only_once_it_lived_for_two_periods() -> None:
     stats, budget = model(moments=10.0), Budget(5 * EACH, per_step=24 * EACH / 2)
-    assert len(AutoPolicy().select(stats, replace(budget, resumed_for=1), History(100, 3)).saved) == 5
-    assert AutoPolicy().select(stats, replace(budget, resumed_for=2), History(100, 3)).saved == ()
+    assert len(AutoPolicy().select(stats, replace(budget, resumed_for=3), History(100, 3)).saved) == 5
+    assert AutoPolicy().select(stats, replace(budget, resumed_for=4), History(100, 3)).saved == ()
 
 
 def test_units_are_stored_as_the_encodings_say() -> None:
@@ -287,6 +287,22 @@ def test_it_never_waits_for_bytes_that_can_never_be_there(sizes: list[int], burs
     life.train(4000)
     assert len(life.saves) > 10
     assert max(b - a for a, b in pairwise(life.saves)) <= 210
+
+
+@pytest.mark.parametrize(
+    ("burst", "full", "grown"),
+    [(75.0, 40.0, 1.0), (51.0, 3.0, 1.0), (150.0, 3.0, 2.0)],
+    ids=["a bucket of two saves", "of one interval", "saves that grow"],
+)
+def test_a_full_bucket_is_spent_on_everything(burst: float, full: float, grown: float) -> None:
+    """What overflows is not counted as earned, so everything seems dear; turns would then keep the bucket full for
+    good. ``full``: steps that a save of everything takes to earn. ``grown``: factor of its size, half-way."""
+    life = Life(AutoPolicy(), [4000] * 6, {BYTES: 72_000 / full}, burst)
+    life.train(5000, every=50)
+    life.sizes = [int(4000 * grown)] * 6
+    life.train(5000, every=50)
+    assert set(life.at.values()) == {life.step}
+    assert [b - a for a, b in pairwise(life.saves)][5:] == [50] * (len(life.saves) - 6)
 
 
 def test_what_pauses_and_decisions_cost_was_not_earned() -> None:
