@@ -74,7 +74,11 @@ class AutoPolicy(BudgetPolicy):
             period = max(interval, nbytes / (budget.per_step or math.inf))
             age = period * (1.0 / taken - 1.0) / 2
             cost = period / 2 + math.fsum(twice * (1.0 - kept**age) for twice, kept in aging)
-            text = "everything" if len(units) == len(moving) else f"weights and {min(99.0, 100 * taken):.0f} % of the moments"
+            text = (
+                "everything"
+                if len(units) == len(moving)
+                else f"weights and {min(99.0, 100 * taken):.0f} % of the moments"
+            )
             if units and (budget.most is None or nbytes <= budget.most):
                 plans.setdefault(units, Plan(text, units, nbytes, period, cost))
         return sorted(plans.values(), key=lambda plan: (plan.text != "everything", plan.cost))[:2]
