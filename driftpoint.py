@@ -51,3 +51,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if __name__ == "__main__":  # python -m driftpoint, the same as ``driftpoint``
+    from deploy.cli.app import main
+
+    main()

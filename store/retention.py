@@ -126,12 +126,17 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
     if free is None:
         return least
     payload = next(iter(commits.values())).full_bytes
-    needed = saves * (payload + payload // 50 + _RECORDS)
+    needed = room_for(payload, saves)
     short = needed - free
     if retention.max_share is not None:
         held = sum({group: size for one in commits.values() for group, size in one.groups.items()}.values())
         short = max(short, needed + held - int(retention.max_share * (free + held)))
     return max(short, least)
+
+
+def room_for(payload: int, saves: int) -> int:
+    """Return the bytes that so many saves take, of a payload each."""
+    return saves * (payload + payload // 50 + _RECORDS)
 
 
 def remove_failed(files: Files, save: SaveId, epoch: int) -> None:

@@ -31,7 +31,17 @@ from store.catalog import Catalog
 from store.certificate import FOUND
 from store.errors import CollectiveError, DamagedError, DriftpointError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog, unreached
+from store.journal import (
+    SAMPLE,
+    STEPPED,
+    Chain,
+    JournalStep,
+    find_chain,
+    fragments_of,
+    journal_catalog,
+    recorded,
+    unreached,
+)
 from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution, ancestors, newest_resumable
 from store.text import listed
@@ -100,7 +110,14 @@ def resume_with_journal(
             return resume_memory_or_store(attempt, catalog, snapshot)
     if step is None or (result is not None and result.resume_point.save.step == step):
         live.mixed = live.mixed and result is None
-        return result
+        if (
+            step is None
+            or result is None
+            or not run_on_rank0(job.group, lambda: _left(catalog)(result.resume_point.save))
+        ):
+            return result
+        left = f"step {step} is of a branch that the job left when it went back: {result.resume_point.save}"
+        return replace(result, notes=(*result.notes, left))
     live.mixed = True
     raise DriftpointError(f"step {step} cannot be reached, for a record before it is damaged: call resume() again")
 
@@ -119,17 +136,24 @@ def chain_of(
 
     Return the commits to pass over instead, if records lead from an older commit to the wanted step and not from this
     one: because slots of it are damaged, it is in ``not_followed`` (commits that the journal cannot continue, and why),
-    or ``step`` is before it. Raises NothingToResumeError if no commit leads to ``step``."""
+    or ``step`` is before it. Raises NothingToResumeError if no commit leads to ``step``, or only one of a branch that
+    the job left, although its newest branch went as far."""
     wanted = resolution.manifest.step if step is None else step
 
     def find() -> Chain | frozenset[SaveId] | None:
         found, passed = resolution, set[SaveId]()
+        refused: Callable[[SaveId], bool] = lambda _: False  # noqa: E731
+        if step is not None:
+            left, known = _left(catalog), {*catalog.saves(), *recorded(journal.files)}
+            refused = left if any(save.step >= step and not left(save) for save in known) else refused
         while True:
             chain = None if found.manifest.save in not_followed else _find_chain(journal, job, found, step)
             if step is None and not passed and (chain is not None or not (found.fallbacks or not_followed)):
                 return chain
             whole = not found.fallbacks and found.manifest.oldest == found.manifest.save
-            if wanted == (found.manifest.step if whole else -1) or (chain and chain.steps[-1].save.step >= wanted):
+            reached = chain.steps[-1].save if chain else found.manifest.save
+            there = wanted == (found.manifest.step if whole else -1) or (chain and reached.step >= wanted)
+            if there and not refused(reached):
                 return frozenset(passed) or chain
             passed.add(found.manifest.save)
             if step is None and len(passed) == 1:  # and those of branches that a rollback abandoned
@@ -143,6 +167,13 @@ def chain_of(
                 raise NothingToResumeError("; ".join([why, *not_followed.values()])) from None
 
     return run_on_rank0(job.group, find)
+
+
+def _left(catalog: Catalog) -> Callable[[SaveId], bool]:
+    """Return whether a save or record is of a branch that the job left: the newest one goes on from an earlier step."""
+    newest = newest_resumable(catalog)[0].manifest
+    line = (newest.save, *(one.save for one in ancestors(catalog, newest, [])))
+    return lambda save: any(one.epoch > save.epoch and one.step < save.step for one in line)
 
 
 def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step: int | None) -> Chain | None:

@@ -31,7 +31,9 @@ from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.errors import UnsupportedError, UsageError
 from store.journal import CONTINUES, KIND, SAMPLE, STEPPED, prune_journal
+from store.location import free_bytes
 from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, segment_dir
+from store.retention import room_for
 from store.schema import digest
 from store.segment import SegmentDraft, write_segment
 from store.session import require_present
@@ -172,6 +174,8 @@ class JournaledSaver(Saver):
     def _refusal(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> str | None:
         if self._step.rng is None and not self._has_room():
             return "storage takes longer for a record than training for a step"
+        if self._step.rng is None and not self._leaves_space():
+            return "what is left of the disk is kept for the next two saves"
         if self._is_changed():
             return _CHANGED
         if any(one is not None for one in (*args[1:], *kwargs.values())):
@@ -189,6 +193,10 @@ class JournaledSaver(Saver):
                 return True
             self._recorder.wait(min(self._recording), patience)
         return False
+
+    def _leaves_space(self) -> bool:
+        free = free_bytes(self._session.files)
+        return free is None or free > room_for(sum(one.nbytes for one in self._job.table.sizes.values()), 2)
 
     def _copy_step(self, number: int) -> str | None:
         step = self._step

@@ -26,7 +26,8 @@ from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
 from store.errors import DamagedError, SaveError, StorageError, UnstorableError
-from store.names import RAW, SaveId, Unit, segment_dir
+from store.journal import prune_journal, recorded
+from store.names import JOURNAL, RAW, SaveId, Unit, segment_dir
 from store.retention import PrunePlan, Retention, bytes_to_free, execute, keep_named_weights, plan_prune, remove_failed
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, remove_segment, write_segment
@@ -215,14 +216,17 @@ def prune_after_commit(task: SaveTask, epoch: int) -> None:
 def make_room(task: SaveTask, epoch: int) -> None:
     """Free what the next save needs, after this one failed because the disk was full. Rank 0 only.
 
-    Also if its manifest was attempted: a full disk may hold the segments only. ``epoch``: the job's newest."""
+    Also if its manifest was attempted: a full disk may hold the segments only. ``epoch``: the job's newest. The journal
+    goes first: it cannot go on there, nor does it help if no save succeeds any more."""
     plan = task.commit_plan
     if plan is not None:
-        draft = plan.draft
+        draft, journal = plan.draft, task.files.below(JOURNAL)
         remove_failed(task.files, draft.save, epoch)
+        freed = bool(recorded(journal))
+        prune_journal(journal, task.files, epoch, draft.save.step)
         retention = replace(plan.retention, max_share=None)  # what the save lacked, and no more
         groups = frozenset(map(SaveId.parse, draft.groups))
-        prune(task.files, plan.catalog, retention, epoch, failed=True, continued=draft.previous, groups=groups)
+        prune(task.files, plan.catalog, retention, epoch, failed=not freed, continued=draft.previous, groups=groups)
 
 
 def prune(
@@ -240,6 +244,9 @@ def prune(
     Drops records that are not needed any more from the catalog's cache. ``failed``: whether a save failed because the
     disk was full. The commit that the job continues (``continued``) and the segment groups that its next commit refers
     to (``groups``) are not deleted. Raises SaveError if nothing may be deleted, because a commit cannot be read."""
+    if bytes_to_free(catalog, replace(retention, max_share=None)) and (saves := catalog.saves()):
+        before = catalog.manifest(saves[0]).oldest.step  # the newest commit needs no record up to here
+        prune_journal(files.below(JOURNAL), files, epoch, before)
     wanted = bytes_to_free(catalog, retention, failed=failed)
     lacking = bytes_to_free(catalog, replace(retention, max_share=None)) if wanted else 0
     fits, unexplained = not (failed or lacking), failed and not lacking

@@ -284,3 +284,10 @@ def test_every_command_and_option_is_documented() -> None:
 def _common(text: str) -> str:
     """What is said once for all commands, before the first one."""
     return text.partition("\n## ")[0]
+
+
+def test_the_module_runs_as_the_command_does(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "driftpoint", "verify", str(tmp_path / "nowhere")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 10
+    assert "does not exist" in done.stderr

@@ -146,6 +146,46 @@ def test_a_composite_whose_oldest_run_state_is_damaged_gives_way_to_an_older_one
     ckpt.finish(clean=False)
 
 
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_step_that_the_newest_branch_took_again_is_not_taken_from_one_that_was_left(
+    tmp_path: Path, torn: bool
+) -> None:
+    """The newest branch went from 4 to 7. If a record of it is torn, its step 7 cannot be reached: the old one is no
+    substitute. Step 9, which it did not reach, is that of the old branch, and that is told."""
+    job, kept = Job(), dict[int, Any]()
+    job.run(job.attach(tmp_path, every=3), 9, after=keep(job, kept))
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, every=100)
+    assert ckpt.resume(step=4) == 4
+    torch.manual_seed(99)  # other data
+    for _ in range(3):
+        again.train_one_step()
+        ckpt.step()
+    ckpt.finish(clean=False)
+    if torn:
+        (record,) = (tmp_path / "journal/segments").glob("00000006-000002")
+        damage(record / "rank-00000.json")
+    third = Job(seed=3)
+    ckpt = third.attach(tmp_path, every=100)
+    if torn:
+        before = copy.deepcopy(third.state())
+        with pytest.raises(NothingToResumeError, match="no commit is of step 7, and the journal does not lead to it"):
+            ckpt.resume(step=7)
+        assert same(third.state(), before)
+    else:
+        assert ckpt.resume(step=7) == 7
+        assert same(third.state(), again.state())
+        assert ckpt.resumed is not None and ckpt.resumed.notes == ()
+    ckpt.finish(clean=False)
+    fourth = Job(seed=4)
+    ckpt = fourth.attach(tmp_path, every=100)
+    assert ckpt.resume(step=9) == 9
+    assert same(fourth.state(), kept[9])
+    assert ckpt.resumed is not None
+    assert "step 9 is of a branch that the job left when it went back: 00000009-000001" in ckpt.resumed.notes
+    ckpt.finish(clean=False)
+
+
 def test_there_is_no_step_to_go_back_to_in_an_empty_store(tmp_path: Path) -> None:
     ckpt = Job().attach(tmp_path)
     with pytest.raises(NothingToResumeError, match="no commit"):
