@@ -5,7 +5,7 @@ of recipe (our own, its short form, MergeKit's) becomes a :class:`Recipe`. Pure.
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -77,7 +77,9 @@ class Model:
         """Position of each block among the blocks, from 0. Layers inside one block (experts) share its position."""
         blocks = [layer.name for layer in self.layers if layer.block]
         known, places = set(blocks), dict[str, int]()
-        return {name: places.setdefault(_outermost(name, known), len(places)) for name in blocks}
+        paths = {name: accumulate(name.split("."), "{}.{}".format) for name in blocks}
+        outermost = {name: next(filter(known.__contains__, path)) for name, path in paths.items()}
+        return {name: places.setdefault(outermost[name], len(places)) for name in blocks}
 
     @property
     def blocks(self) -> int:
@@ -118,10 +120,6 @@ class Model:
             names = [layer.name for layer in layers]
             parts += [f"{names[0]} … {names[-1]}"] if block and len(names) > 1 else names
         return listed(parts, 6)
-
-
-def _outermost(name: str, blocks: Set[str]) -> str:
-    return next(path for path in accumulate(name.split("."), "{}.{}".format) if path in blocks)
 
 
 def parse_dtype(text: str) -> str:
