@@ -6,6 +6,7 @@ files that stand in their way. It is a module, not a package: ``driftpoint.attac
 
 import importlib.util
 import logging
+import runpy
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -54,6 +55,4 @@ def __dir__() -> list[str]:
 
 
 if __name__ == "__main__":  # python -m driftpoint, the same as ``driftpoint``
-    from deploy.cli.app import main
-
-    main()
+    runpy.run_module("deploy.cli", run_name="__main__")

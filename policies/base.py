@@ -77,8 +77,7 @@ class History:
 
     Attributes:
         step: Optimizer step of this decision.
-        commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
-            that failed.
+        commits: Commits in the store so far. Failed saves do not count: a policy repeats a turn that failed.
         interval: Steps to the next decision. None: not known."""
 
     step: int

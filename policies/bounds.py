@@ -69,9 +69,8 @@ class Bounds:
 class Bounded:
     """A policy inside bounds; a policy itself. The first row of docs/policies.md#bounds that applies to a unit decides.
 
-    ``encodings``, by slot: a moving unit that would be stored raw gets its slot's encoding. Policy ``budget``'s choices
-    are exempt, as it weighs encodings itself. A unit that max_staleness demands and the inner policy saves anyway keeps
-    the latter's encoding. Under precision ``any``, a lossy encoding's error shows as drift only at the next decision.
+    ``encodings``, by slot: a moving unit that would be stored raw gets its slot's, except by policy ``budget``, which
+    weighs encodings itself. One that max_staleness demands and the inner policy saves keeps its encoding.
 
     The inner policy sees every unit, even those whose choice it cannot change; ``budget.demanded`` names those that
     rows 2 to 4 save. Its whole answer is checked. Raises PolicyError if it breaks its contract."""

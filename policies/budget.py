@@ -128,10 +128,9 @@ class BudgetPolicy:
     If the next unit cannot be paid, no unit after it is saved either, so that a large unit does not starve.
 
     Args:
-        lags: For slots other than the weights: the steps of the weights that a fully outdated slot counts as, > 0.
-            Slots that are not named use :data:`policies.budget.LAG`.
-        encodings: Coarsest encoding of each slot; raw by default. Set from the job's ``encoding``, not from the
-            settings of the policy."""
+        lags: For slots other than the weights: the steps of the weights that a fully outdated slot counts as, > 0;
+            :data:`policies.budget.LAG` for slots that are not named.
+        encodings: Coarsest encoding of each slot; raw by default. Set from the job's ``encoding``."""
 
     lags: Mapping[str, float] = field(default_factory=dict, hash=False)
     encodings: Mapping[str, str] = field(default_factory=dict, hash=False, metadata={"setting": False})

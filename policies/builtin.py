@@ -16,7 +16,7 @@ class Filter:
     """Policy ``filter``: saves the first and last ``n`` blocks every time, the other blocks at every ``m``-th commit.
 
     From the literature, by which the ends of the stack change most. If none of the layers saved every time can be saved
-    (frozen, not finite), the others are: otherwise no commit would be made, and the m-th never reached.
+    (frozen, not finite), the others are.
 
     ``auxiliary``: when to save layers that are no blocks (embeddings, final norm, head): ``always``, or at the
     ``interval`` of the other blocks."""
@@ -136,10 +136,9 @@ class Parity:
     """Policy ``parity``: saves one of ``k`` >= 2 groups of layers at a time; with k = 2, odd and even layers in turn.
 
     From the literature (layer-wise merging of checkpoints saved by halves). A layer's group is its position modulo k.
-    Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed
-    save is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the
-    turn is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its
-    turn to the next: otherwise no commit would be made and the turn would never pass."""
+    Turns count commits, not steps, so a failed save is repeated with the same group and a restart continues with the
+    store's turn. The first commit is full, so the turn is ``(commits - 1) mod k``. A group in which nothing can be
+    saved (frozen, not finite, or empty) passes its turn to the next."""
 
     k: int = 2
 

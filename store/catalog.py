@@ -118,15 +118,14 @@ class Catalog:
 
     def lost(self) -> tuple[str, ...]:
         """Return a problem if LATEST, written after each commit, names one that is newer than all in ``manifests/``."""
+        text = (
+            "{}: it was committed, as LATEST tells, and is gone from manifests/. Restore that file from a copy before "
+            "the next save, which removes the segments. If it was moved away on purpose, or this is a copy of a store "
+            "in use, remove LATEST"
+        )
         with suppress(errors.StorageError, ValueError):
             named = SaveId.parse(self.files.read(paths.LATEST, _MARK_LIMIT).decode().rstrip("\n"))
-            if named > max(self.saves(), default=SaveId(0, 0)):  # listed after LATEST was read
-                text = (
-                    f"{named}: it was committed, as {paths.LATEST} tells, and is gone from {paths.MANIFESTS}/. Restore "
-                    "that file from a copy before the next save, which removes the segments. If it was moved away on "
-                    f"purpose, or this is a copy of a store in use, remove {paths.LATEST}"
-                )
-                return (text,)
+            return (text.format(named),) if named > max(self.saves(), default=SaveId(0, 0)) else ()  # listed after it
         return ()
 
     def proven(self) -> set[SaveId]:

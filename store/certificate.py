@@ -31,9 +31,8 @@ def by_pace(weights: Sequence[LayerAge]) -> float:
 
     It lies between 0 and that of the oldest layer (or of the newest, if all are ahead).
 
-    Weighting by drift would ignore fresh layers, which have none, so that one stale layer of a hundred would take the
-    schedule all the way back. Pace is drift divided by staleness. Where it is unknown (fresh layers, versions found by
-    a fallback) the mean of the other layers is used. A stale layer that did not move lost nothing and has no weight."""
+    Pace is drift divided by staleness; where it is unknown (fresh layers, versions found by a fallback), it is the mean
+    of the other layers. docs/effective-step.md says why."""
     paces = [None if one.moved is None or one.staleness <= 0 else one.moved / one.staleness for one in weights]
     top = max((pace for pace in paces if pace is not None), default=0.0)
     if top == 0.0:
@@ -203,7 +202,11 @@ def certify_replayed(certificate: Certificate, save: SaveId, *, as_saved: bool) 
 def certify(resolution: Resolution) -> Certificate:
     """Build the certificate of a resolution."""
     manifest = resolution.manifest
-    units = tuple(_certify_unit(manifest.step, version) for version in resolution.versions.values())
+    changes: dict[bool, dict[str, Any]] = {True: {"fallback": True, "drift": None}, False: {}}
+    units = tuple(
+        certify_record(manifest.step, one.record, encoding=_encoding(one), **changes[one.fallback])
+        for one in resolution.versions.values()
+    )
     return Certificate(
         store_id=manifest.store_id,
         save=manifest.save.name,
@@ -240,11 +243,6 @@ def certify_record(step: int, record: UnitRecord, **found: Any) -> CertifiedUnit
     written = record.version.step
     recorded = {name: getattr(record, name) for name in same}
     return CertifiedUnit(**{**recorded, "step": written, "staleness": step - written, "fallback": False, **found})
-
-
-def _certify_unit(step: int, version: Version) -> CertifiedUnit:
-    changes: dict[str, Any] = {"fallback": True, "drift": None} if version.fallback else {}
-    return certify_record(step, version.record, encoding=_encoding(version), **changes)
 
 
 def _moved(drift: float | None, error: float | None) -> float | None:

@@ -73,9 +73,8 @@ def wait_for_group(
 def commit(files: Files, manifest: ManifestRecord, *, resolved: bool = False) -> None:
     """Write the manifest, which makes the save exist.
 
-    The epoch is checked before the manifest gets its name and again when it is durable, because another job may claim
-    the store in between. If the second check fails, the commit exists but is not acknowledged. If it succeeds, every
-    later claimant finds the manifest, so its prune cannot treat the segments as garbage.
+    The epoch is checked before the manifest gets its name and again when it is durable. If the second check fails, the
+    commit exists but is not acknowledged. If it succeeds, every later claimant finds the manifest.
 
     resolved: whether what it needs of other saves was found. Raises FencedError if a newer epoch was claimed,
     ExistsError if the save is committed already, SaveError if the manifest names a save without its group,

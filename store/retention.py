@@ -1,8 +1,8 @@
 """Select the commits to retain, and prune the others with the segments that no commit needs.
 
 Silent corruption is detected late, so old commits are retained at ages in powers of two. The newest proven commit
-always stays; suspect commits are ignored, except the newest commit of all. Where a rule retains one commit in a range
-of steps, commits that the newest one continues take precedence over those of a branch that a rollback abandoned.
+always stays; suspect commits are ignored, except the newest of all. Of a range of steps, a commit that the newest one
+continues is retained before one of a branch that a rollback abandoned.
 
 If the disk has no room for another full save, commits that the rule retains are dropped, too: the oldest first, only as
 many as needed, and never the newest whole commit nor the newest proven one.
@@ -126,17 +126,12 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
     if free is None:
         return least
     payload = next(iter(commits.values())).full_bytes
-    needed = room_for(payload, saves)
+    needed = saves * (payload + payload // 50 + _RECORDS)
     short = needed - free
     if retention.max_share is not None:
         held = sum({group: size for one in commits.values() for group, size in one.groups.items()}.values())
         short = max(short, needed + held - int(retention.max_share * (free + held)))
     return max(short, least)
-
-
-def room_for(payload: int, saves: int) -> int:
-    """Return the bytes that so many saves take, of a payload each."""
-    return saves * (payload + payload // 50 + _RECORDS)
 
 
 def remove_failed(files: Files, save: SaveId, epoch: int) -> None:
@@ -352,13 +347,12 @@ def _with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[S
 def execute(files: Files, plan: PrunePlan) -> None:
     """Execute a plan. It may be interrupted anywhere and run again.
 
-    First the remaining manifests are made durable; then, before any segment is removed, the removal of the others. Both
-    happen even if the plan drops no manifest, because the process that made the planned state may have died unsynced.
+    First the remaining manifests are made durable; then, before any segment is removed, the removal of the others: the
+    process that made the planned state may have died unsynced.
 
-    The process may have been stopped since the plan was made, and another job may have taken the store over, resumed an
-    older commit and committed on top of it. So the epoch is checked before each deletion. A job that claims the store
-    after the manifests are gone cannot find their segments any more; what the manifests of an earlier one need is
-    looked up again. A manifest is never replaced, so those that were read for the plan are not read again.
+    Another job may have taken the store over since the plan was made, and committed on top of an older commit. So the
+    epoch is checked before each deletion, and what the manifests of an earlier one need is looked up again. A manifest
+    is never replaced, so those that were read for the plan are not read again.
 
     Raises FencedError if another job took the store over; the rest of the plan is left to it."""
     if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups or plan.weights):

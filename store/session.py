@@ -3,9 +3,8 @@
 Each incarnation of a job claims the next epoch, by creating a file without replacing; only the owner of the newest one
 may commit. No clock is read, and no process is asked whether it lives.
 
-An incarnation is the processes of a job from one start to their end. Its first epoch's record holds the counts before
-it. An incarnation with a commit counts its time up to its newest commit, and one interruption unless it was closed; an
-incarnation without a commit does not count. Unreadable records are ignored.
+An incarnation is the processes of a job from one start to their end. One with a commit counts its time up to its newest
+commit, and one interruption unless it was closed; others do not count, nor do unreadable records.
 
 ``LOCK`` has a POSIX record lock, which ends with the process and is not inherited by forks. It helps only jobs of one
 machine; the epoch protects the data. Its holder must not open ``LOCK`` again: closing any descriptor drops the lock."""

@@ -286,7 +286,8 @@ def _problems(reference: Part, other: Part, fqn: str, *, weights_only: bool) -> 
 
 
 def _groups(reference: Part, other: Part) -> Iterator[MergeError]:
-    ours, theirs = (_group_of(one.checkpoint) for one in (reference, other))
+    groups = (one.checkpoint.framework_state.get("param_groups") or () for one in (reference, other))
+    ours, theirs = ({fqn: number for number, group in enumerate(one) for fqn in group["params"]} for one in groups)
     if not ours or not theirs:
         return  # weights only: checked for each parameter that is taken
     if alone := next((fqn for fqn in ours if fqn not in theirs), None):
@@ -304,11 +305,6 @@ def _groups(reference: Part, other: Part) -> Iterator[MergeError]:
                     "with the same param groups"
                 )
                 return
-
-
-def _group_of(checkpoint: Checkpoint) -> dict[str, int]:
-    groups = checkpoint.framework_state.get("param_groups") or ()
-    return {fqn: number for number, group in enumerate(groups) for fqn in group["params"]}
 
 
 def _keys(checkpoint: Checkpoint, kind: str, fqn: str) -> Iterable[str]:

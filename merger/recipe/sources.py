@@ -74,7 +74,8 @@ class OpenSource:
         if self.source.kind == "store" and not steps:
             raise NothingToResumeError(f"the store {self.path} has no commit yet")
         if bound is None:
-            if self.step is not None and _step_of(self.step) not in (None, *steps) and not self._in_journal(self.step):
+            leads = self.source.leads_to if isinstance(self.source, StoreSource) else lambda _: False
+            if self.step is not None and _step_of(self.step) not in (None, *steps) and not leads(self.step):
                 journal = ", and its journal does not lead there" if (self.path / JOURNAL).is_dir() else ""
                 raise UsageError(f"{self.path} has no checkpoint {self.step}{journal}; {_newest_steps(steps)}")
             return [self.step]
@@ -82,9 +83,6 @@ class OpenSource:
         if not within:
             raise UsageError(f"{self.path} has no checkpoint at a step {self.step}; {_newest_steps(steps)}")
         return within
-
-    def _in_journal(self, step: int | str) -> bool:
-        return isinstance(self.source, StoreSource) and self.source.leads_to(step)
 
 
 @dataclass(frozen=True)

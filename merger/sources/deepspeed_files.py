@@ -226,8 +226,8 @@ def comparable(value: Any) -> Any:
 def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) -> Iterator[str]:
     """Yield what is doubtful about the optimizer's steps, given those that the engine took.
 
-    An optimizer cannot count more steps than the engine took, except for one more, which older releases counted when
-    they created the state. It counts fewer in a run that loaded weights alone.
+    An optimizer counts at most one more than the engine (older releases, as they created the state), and fewer in a run
+    that loaded weights alone.
 
     ``optimizer``: file with the steps, for messages. ``steps``: of each flat partition, None if the optimizer keeps
     none; a step of 0 is not compared. Raises MergeError if the optimizer counts more steps than possible."""

@@ -45,7 +45,8 @@ class StoreSource:
             problems: tuple[str, ...] = (
                 () if why is None else (f"{save} is suspect: jobs that resumed from it died ({why})",)
             )
-            if step is not None and save is not None and chain is None and self._has_newer_record(step, save):
+            made = () if step is None or chain is not None else records(journal_catalog(self.catalog), step)
+            if save is not None and any(one.epoch > save.epoch for one in made):
                 problems += (f"the journal has step {save.step} of a newer branch, to which no whole records lead",)
             if save is not None and save not in self.catalog.saves():
                 try:
@@ -77,9 +78,6 @@ class StoreSource:
         """Return whether the journal leads from a commit to a step, or to a record by its name."""
         journal = journal_catalog(self.catalog)
         return any(chain_to(self.catalog, journal, one, set(), set()) for one in records(journal, step))
-
-    def _has_newer_record(self, step: int | str, save: SaveId) -> bool:
-        return any(one.epoch > save.epoch for one in records(journal_catalog(self.catalog), step))
 
     def _meant(self, step: int | str, bad: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
         """Return the commit of ``step``; if the journal has the step on a newer branch, a commit and records to it."""

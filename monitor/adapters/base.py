@@ -111,9 +111,8 @@ class Adapter(Protocol):
 
     The fragments that :meth:`owned` returns on all ranks together cover every (fqn, slot) exactly once. :meth:`held`
     returns all fragments on this rank, replicas included: a load fills them. The slot is :data:`store.names.WEIGHTS`
-    for trainable weights (the fp32 master where there is one), :data:`store.names.FROZEN` for parameters without
-    gradient, :data:`store.names.BUFFER` for persistent buffers, and the optimizer's own key (``exp_avg``,
-    ``exp_avg_sq``, ``momentum_buffer``, ...) for its state tensors of the parameter's shape.
+    for trainable weights (the fp32 master where there is one), ``FROZEN`` for parameters without gradient, ``BUFFER``
+    for persistent buffers, and the optimizer's own key (``exp_avg``, ...) for state of the parameter's shape.
 
     A load is checked first, without changing anything: :meth:`expected`, :meth:`check_run_state`. Then follow, in this
     order: the states of :meth:`objects`, :meth:`prepare_load`, copying into the pieces of :meth:`held`,

@@ -153,7 +153,8 @@ class DTensorAdapter(PyTorchAdapter):
 
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
         """Capture the run state; ``on_mesh`` lists the scalars that are DTensors, by fqn."""
-        captured, on_mesh = super().capture_run_state(), self._keep("on_mesh", self._scalars_on_mesh)
+        scalars = ((fqn, key) for fqn, key, one, slot in self._sharded_state() if isinstance(one, DTensor) and not slot)
+        captured, on_mesh = super().capture_run_state(), self._keep("on_mesh", lambda: group_by_key(scalars))
         return lambda: {**captured(), "on_mesh": on_mesh}
 
     def rank_scalars(self, every: bool = False) -> Mapping[str, tuple[str, str, Any]]:
@@ -164,10 +165,6 @@ class DTensorAdapter(PyTorchAdapter):
             for fqn, key, value, slot in state
             if not slot and isinstance(value, bool | int | float | torch.Tensor) and getattr(value, "ndim", 0) == 0
         }
-
-    def _scalars_on_mesh(self) -> dict[str, list[str]]:
-        state = self._sharded_state()
-        return group_by_key((fqn, key) for fqn, key, value, slot in state if isinstance(value, DTensor) and not slot)
 
     def _sharded_state(self) -> Iterator[tuple[str, str, Any, bool]]:
         """Yield (fqn, key, value, whether it is a slot) of the optimizer's state beside DTensors."""

@@ -154,8 +154,8 @@ def reconcile(
 ) -> tuple[Mapping[str, Any], Hyperparameters, tuple[str, ...]]:
     """Choose between the store's hyperparameters and those of the script. Changes nothing.
 
-    Of the script's are taken those that it changed and training had not moved; ``lr`` is moved in proportion. Returns
-    the framework's run state to go on with, what later saves record as constructed, and a line for each difference.
+    The script's are those that it changed and training had not moved; ``lr`` is moved in proportion. Returns the run
+    state to go on with, what later saves record as constructed, and a line for each difference.
 
     Args:
         framework: the framework's run state in the store.

@@ -274,9 +274,10 @@ class Decider:
             choice = decision.choices[one.unit]
             if choice.encoding is not None:
                 by_choice.setdefault((choice.encoding, choice.reason), []).append(index)
+        ranges = [(key, ones, range(ones[0], ones[-1] + 1)) for key, ones in by_choice.items()]
         missing = set(incomplete(stats, decision))
         return Chosen(
-            tuple((*key, _as_range(indices)) for key, indices in by_choice.items()),
+            tuple((*key, whole if len(whole) == len(ones) else ones) for key, ones, whole in ranges),
             [index for index, one in enumerate(stats) if one.unit in missing],
             interval,
         )
@@ -288,8 +289,3 @@ class Decider:
             return self._deadline_policy.select(stats, request.budget_bytes(), history)
         decision = self._policy.select(stats, budget, history)
         return decision if request is None else forced(decision, stats, request.reason)
-
-
-def _as_range(indices: list[int]) -> Sequence[int]:
-    whole = range(indices[0], indices[-1] + 1)
-    return whole if len(whole) == len(indices) else indices

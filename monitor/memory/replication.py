@@ -24,9 +24,8 @@ from store.names import SaveId, group_by_key
 def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None) -> list[int]:
     """Return for every rank the one that keeps its replica: on the next node, at the same position if there is one.
 
-    Nodes are ordered by the first rank of their machine, then by their own; the last one is followed by the first.
-    Nodes of one machine are lost together, so the next node is one of another machine wherever no machine has more than
-    half of them. Where the next node has fewer ranks, some of them keep several replicas.
+    Nodes are ordered by the first rank of their machine, then by their own, in a circle. The next is of another machine
+    wherever no machine has more than half of them. If it has fewer ranks, some keep several replicas.
 
     nodes: of each rank; at least two different ones. machines: of each rank; by default every node is one."""
     members = group_by_key((node, rank) for rank, node in enumerate(nodes))

@@ -7,10 +7,9 @@ The rules, outermost first:
 
 1. A *stack* is a ModuleList, Sequential, ModuleDict (or any module with numbered children) with two or more alike
    children. Each alike child is one layer, a *block*, with all inside it. Modules with children are alike if of one
-   class or, if bare containers, if they share at least half of their tensor names: T5's first block (it alone holds a
-   relative attention bias) and a residual block with a projection are still blocks. Modules without children are alike
-   if all their shapes are equal, too. In a ModuleList that is a stack, a single child with children of its own is a
-   block as well (hybrid models), and a ModuleList of one such child is a stack of one.
+   class or, if bare containers, if they share at least half of their tensor names; modules without, if all their shapes
+   are equal, too. In a ModuleList that is a stack, a single child with children of its own is a block as well (hybrid
+   models), and a ModuleList of one such child is a stack of one.
 2. Otherwise, a module without stacks inside is one layer (``bert.embeddings``: words, positions, types and
    their norm), unless it is a bare container: its children are grouped one by one.
 3. Tensors owned directly by a module that contains stacks are one layer, named after it."""

@@ -10,8 +10,7 @@ draws a sign s_c and an offset o_c in [0, O). Then
 and E |signature|^2 = |x|^2 with a variance of about 2 (1/k + 2/O) |x|^4 at most, *for every x*, and so for distances:
 see docs/decisions/0004-sketch-with-a-sign-per-value.md.
 
-The board is float32 and is added to a float64 total every 64 chunks. Rounding adds about 2e-7 to a relative distance,
-in squares: 1e-5 is measured within the statistical error, 1e-6 within some percent more."""
+The board is float32, added to a float64 total every 64 chunks. Rounding adds about 2e-7 to a relative distance."""
 
 import logging
 import math
@@ -178,16 +177,13 @@ class _Measured:
 class SketchMeter(StagingMeter[Signature]):
     """Estimates distances within about 1.2 % (one standard deviation, width 4099), for any kind of change.
 
-    A unit of at most ``width`` values is kept as it is and measured exactly. Float64 and integer values count with
-    float32 precision in larger units. Memory: 4 bytes * width per signature, and tables and accumulators once per
-    device. Raises ConfigError for a width below 64. Signatures are comparable within one meter only.
+    A unit of at most ``width`` values is measured exactly. Float64 and integer values count with float32 precision in
+    larger ones. Raises ConfigError for a width below 64. Signatures are comparable within one meter only.
 
     A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
-    used that up; otherwise one computed from the copies. :meth:`stage` does not read the copies, which may still be
-    filling. Unless they are what was measured, :meth:`settle` reads them when the save is over, and compares a sample
-    of at most 64 values, spread over the unit, bit by bit. If they differ, the state changed between measuring and
-    copying (an optimizer step changes all values), and the signature is computed from the copies. A change outside the
-    sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
+    used that up; otherwise one computed from the copies. Unless these are what was measured, :meth:`settle` compares a
+    sample of at most 64 values, bit by bit: if they differ, the state changed between measuring and copying, and the
+    signature is computed from the copies. Measure a unit in the step in which it is staged: a sample may miss a change.
 
     Thread-safe. The training thread and one that measures and stages copies do not use each other's measurements."""
 

@@ -107,7 +107,7 @@ def resume_with_journal(
             _log.warning("resume: the steps in the journal cannot be taken again: %s", error)
             result = None
         if result is None and step is None:
-            return resume_memory_or_store(attempt, catalog, snapshot)
+            return resume_memory_or_store(partial(attempt, follow=lambda *_: None), catalog, snapshot)
     if step is None or (result is not None and result.resume_point.save.step == step):
         live.mixed = live.mixed and result is None
         if (

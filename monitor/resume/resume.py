@@ -93,7 +93,7 @@ def resume(
     *,
     settings: ResumeSettings,
     live: LiveState,
-    follow: Callable[..., Chain | frozenset[SaveId] | None] = lambda *_: None,
+    follow: Callable[..., Chain | frozenset[SaveId] | None] | None = None,
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
@@ -119,7 +119,7 @@ def resume(
         with OpenPayloads(catalog.files) as payloads:
             with adapter.cache_lookups():  # nothing changes until _load()
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
-                chain = follow(catalog, plan.resolution, bad, not_followed)
+                chain = None if follow is None else follow(catalog, plan.resolution, bad, not_followed)
                 if isinstance(chain, frozenset):
                     skip, least, notes = chain, plan.resolution.manifest.step, [*notes, *plan.resolution.problems]
                     continue
@@ -135,6 +135,8 @@ def resume(
             point, problems = checked.point, plan.resolution.problems
             notes += [*passed_over, *problems, *point.notes, *checked.read.notes, *checked.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, point.state, user, plan.before))
+            if follow is None:
+                notes += run_on_rank0(group, partial(select.records_ahead, catalog, plan.resolution.manifest.save))
             shared = _over_ranks(group, _load(plan, checked, adapter, user=user, group=group, live=live))
             user.recorded = checked.constructed
         notes, lost = list(dict.fromkeys([*not_followed.values(), *notes, *shared])), (*checked.lost, *shared)

@@ -22,11 +22,12 @@ from monitor.run_state import RunState, UserState, from_tree, parse_run_state
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import DamagedError, ModelMismatchError, NothingToResumeError, StorageError, UnreachableError
-from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, payload_path
+from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, WEIGHTS, SaveId, parse_save_dir, payload_path
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import GroupRecord, ManifestRecord, PartRecord
 from store.segment import read_leaves
 from store.state_tree import join_stages
+from store.storage.local import list_or_empty
 from store.text import listed
 
 _OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
@@ -189,6 +190,16 @@ def select_commit(
     return newest.name, passed_over, sum(save > newest for save in catalog.saves())
 
 
+def records_ahead(catalog: Catalog, save: SaveId) -> tuple[str, ...]:
+    """Return a note if the journal, which is off, has records of steps after a commit."""
+    with suppress(StorageError):
+        names = map(parse_save_dir, list_or_empty(catalog.files, f"{JOURNAL}/{SEGMENTS}"))
+        steps = [one.step for one in names if one is not None and one.epoch >= save.epoch and one.step > save.step]
+        text = "the journal, which is off, has records up to step {}: `journal: {{enabled: true}}` follows them"
+        return (text.format(max(steps)),) if steps else ()
+    return ()
+
+
 def resolve_commit(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion]) -> Resolution:
     """Resolve the versions of a commit, with one retry. Raises DamagedError or StorageError if this rank cannot."""
     with suppress(DamagedError, StorageError):
@@ -272,19 +283,16 @@ def _require_same_split(saved: Mapping[str, Any], live: Mapping[str, Any]) -> No
     """Raise ModelMismatchError if a parameter of several optimizers is updated by another class than when saved."""
     if all(" + " not in str(framework.get("optimizer")) for framework in (saved, live)):
         return
-    before, now = map(_kinds, (saved, live))
+    before, now = (  # the class of the optimizer of each parameter
+        {fqn: str(one.get("optimizer") or run.get("optimizer")) for one in run["param_groups"] for fqn in one["params"]}
+        for run in (saved, live)
+    )
     moved = [fqn for fqn in now if before.get(fqn, now[fqn]) not in (now[fqn], "None")]  # None: a foreign checkpoint's
     if moved:
         raise ModelMismatchError(
             f"{listed(moved)}: updated by {before[moved[0]]} in the run that was saved, and by {now[moved[0]]} in this "
             "job: give each optimizer the parameters that it had, or set another `store:`"
         )
-
-
-def _kinds(framework: Mapping[str, Any]) -> dict[str, str]:
-    """Return the class of the optimizer of each parameter."""
-    groups = framework["param_groups"]
-    return {fqn: str(one.get("optimizer") or framework.get("optimizer")) for one in groups for fqn in one["params"]}
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:

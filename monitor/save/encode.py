@@ -1,18 +1,13 @@
 """Encode and compress the fragments of a save, also as deltas to earlier saves.
 
-A fragment is stored whole once, and then as deltas. In a lossy encoding each is taken to the save before, since
-neighbours differ least. Such a chain ends after a number of saves: a resume reads all of them, and a damaged one costs
-those after it. The next chain begins with a delta to the whole, which takes about half of its bytes, and after a few
-chains it is stored whole again. On the first whole of a process rests one chain only: damage of it would cost all
-commits, while later ones have older commits beside them that retention keeps.
+A fragment is stored whole once, and then as deltas. In a lossy encoding each is taken to the save before, in chains of
+a number of saves; the next chain begins with a delta to the whole, and after a few chains, or one on the first whole of
+a process, the fragment is stored whole again. In a lossless encoding all deltas are taken to the whole, as long as the
+next one is expected to be no larger than the mean save so far. docs/encodings.md has the reasons. The encoded bytes of
+the whole, and of the newest save of a chain, stay in host memory.
 
-In a lossless encoding neighbours hardly differ less, since low bits are noise, and all deltas are taken to the whole,
-as long as the next one is expected to be no larger than the mean save so far. The encoded bytes of the whole, and of
-the newest save of a chain, stay in host memory.
-
-A segment's zstd level is the highest whose measured writing time stays within a share of the time between saves.
-
-The background thread encodes, one save at a time; the training thread settles a save before the next one begins."""
+A segment's zstd level is the highest whose measured writing time stays within a share of the time between saves. The
+background thread encodes, one save at a time; the training thread settles a save before the next one begins."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence

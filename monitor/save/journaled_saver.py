@@ -33,7 +33,6 @@ from store.errors import UnsupportedError, UsageError
 from store.journal import CONTINUES, KIND, SAMPLE, STEPPED, prune_journal
 from store.location import free_bytes
 from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, segment_dir
-from store.retention import room_for
 from store.schema import digest
 from store.segment import SegmentDraft, write_segment
 from store.session import require_present
@@ -195,8 +194,8 @@ class JournaledSaver(Saver):
         return False
 
     def _leaves_space(self) -> bool:
-        free = free_bytes(self._session.files)
-        return free is None or free > room_for(sum(one.nbytes for one in self._job.table.sizes.values()), 2)
+        full, free = sum(one.nbytes for one in self._job.table.sizes.values()), free_bytes(self._session.files)
+        return free is None or free > 2.1 * full + (1 << 17)  # with their records
 
     def _copy_step(self, number: int) -> str | None:
         step = self._step

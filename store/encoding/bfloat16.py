@@ -1,16 +1,10 @@
 """Implement ``bf16``, ``bf16+int8`` and ``bf16-scaled``, independent of the floating-point mode.
 
-``bf16`` rounds float32 values to bfloat16, to the nearest, ties to even, in two bytes a value. The result is bit for
-bit that of ``tensor.to(torch.bfloat16)``, including subnormals and -0.0, so a bfloat16 model computes with exactly the
-stored weights. Refused: NaN, infinities, and finite values above 3.3961e38, which would round to infinity.
-
-``bf16+int8`` stores a float32 value in three bytes: its bfloat16, ``high``, and a signed byte of the residual, ``low``
-(formulas: docs/encodings.md). A decoded value rounded to bfloat16 gives ``high`` again, as low adds at most 127 * 2**8,
-less than half a place, 2**15. So bfloat16 weights stay exact; the float32 master copy keeps about 16 significant bits.
-
-``bf16-scaled`` stores float32 values that are bfloat16 values times one float32 factor, as gradients are after they
-were clipped. It is used only where multiplying gives the same bits, so it is lossless; and not where a value, a product
-or the factor is subnormal, which a thread that reads may take for 0. Only the journal writes it."""
+``bf16`` rounds float32 values to the nearest bfloat16, bit for bit as ``tensor.to(torch.bfloat16)`` does. Refused: NaN,
+infinities, and finite values above 3.3961e38, which would round to infinity. ``bf16+int8`` adds a signed byte of the
+residual; a decoded value rounded to bfloat16 gives the same bfloat16 again. ``bf16-scaled`` stores float32 values that
+are bfloat16 values times one float32 factor, as gradients are after they were clipped; it is lossless, and only the
+journal writes it. docs/encodings.md has the formulas and the reasons."""
 
 from dataclasses import dataclass
 

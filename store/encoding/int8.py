@@ -4,9 +4,7 @@ Scales are float32 whose low 8 bits are zero. The product of such a scale with a
 encoding a decoded value gives the same bytes again.
 
 ``int8-block`` stores float32 values as signed bytes, one scale for 64 values; docs/encodings.md has the formulas. It is
-meant for first moments, whose size matters less than their sign; values far below the largest of their block become
-zero. Refused: NaN and infinities. Block-wise 8-bit state is from Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization" (arXiv:2110.02861); here with linear codes.
+meant for first moments; values far below the largest of their block become zero. Refused: NaN and infinities.
 
 ``int8-sqrt-block`` is only read: earlier releases stored second moments in it, now ``int8-log2`` takes its place.
 

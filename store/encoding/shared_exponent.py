@@ -4,18 +4,11 @@ docs/encodings.md has the formulas. The scale follows from the usual magnitude o
 which would make all other values zero. Both statistics are made of minima and maxima, which rounding does not reorder,
 so encoding a decoded value gives the same scale and the same codes.
 
-``int8-shared-exponent`` and ``int8-shared-exponent-128`` are meant for first moments, of which a resume needs the sign
-and about the size: a decoded value has the sign of the value or is 0, and is at most twice as large, so no update gets
-larger than that or turns around. Codes are stored as zigzag, so that small ones have zeros in their high bits; most
-take less than three bits once packed.
+``int8-shared-exponent`` and ``int8-shared-exponent-128`` are meant for first moments: a decoded value has the sign of
+the value or is 0, and is at most twice as large. ``int16-shared-exponent`` is meant for weights, whose differences are
+small multiples of one scale; small tensors, such as those of norms, have finer scales.
 
-``int16-shared-exponent`` is meant for weights. An optimizer moves large and small weights by about as much, so their
-differences are small multiples of one scale, and take fewer bytes than those of floating-point codes, whose steps are
-finer the smaller the weight. Small tensors, such as those of norms, take few bytes and have finer scales: the weights
-of a norm are near 1 and move by less than the step that others need.
-
-Refused: NaN, infinities, and values above 1.5 * 2**127 (2.55e38). A shared power of two is block floating point;
-OCP's Microscaling formats (MXINT8) share one among 32 values, with the largest at full scale."""
+Refused: NaN, infinities, and values above 1.5 * 2**127 (2.55e38)."""
 
 from dataclasses import dataclass
 

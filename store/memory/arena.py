@@ -6,9 +6,8 @@ killed process leaves the other version whole. The caller must not overwrite the
 Memory of an earlier incarnation is taken over file by file, so that two incarnations never need space for four
 payloads. Memory of a living process, or of a job on a copy of the store, is never taken. One thread at a time.
 
-A living process holds a POSIX record lock on its ``.owner`` file, as for a store; opening that file again in the same
-process would drop the lock. The file's mtime is the boot time of the last write, set without opening the file. If it
-holds wall-clock time (decades larger) or is of an earlier boot, the wall clock is used."""
+A living process holds a POSIX record lock on its ``.owner`` file, which opening it again there would drop. The file's
+mtime is the boot time of the last write; if that is of an earlier boot or wall-clock time, the wall clock is used."""
 
 import mmap
 import os

@@ -4,9 +4,8 @@ There are no temporary names, links, renames or syncs: an object appears when it
 durable. Directories are common prefixes of keys, so every directory exists and may be empty.
 
 Records and small payloads are put in one conditional request that cannot replace an object. Large payloads are uploaded
-in parts: as they are written, or, if their beginning is written last, from an unnamed temporary file. obstore has no
-conditional upload in parts, but the name belongs to one writer (one rank of one save), and the object found there
-afterwards must carry the upload's token. One thread writes a file.
+in parts, which obstore cannot do conditionally; but the name belongs to one writer (one rank of one save), and the
+object found there afterwards must carry the upload's token. One thread writes a file.
 
 Invariant: except for :meth:`ObjectFiles.replace` (hints) and large payloads, no put can replace an object."""
 

@@ -186,6 +186,24 @@ def test_a_step_that_the_newest_branch_took_again_is_not_taken_from_one_that_was
     ckpt.finish(clean=False)
 
 
+def test_a_resume_with_the_journal_off_tells_what_it_leads_to(tmp_path: Path) -> None:
+    job, off = Job(), {"journal": {"enabled": False}}
+    job.run(job.attach(tmp_path), 7)
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, **off)
+    assert ckpt.resume() == 4
+    assert ckpt.resumed is not None
+    assert [one for one in ckpt.resumed.notes if "has records up to step 7" in one]
+    again.train_one_step()
+    ckpt.step()
+    ckpt.save(wait=True)
+    ckpt.finish(clean=False)
+    ckpt = Job(seed=3).attach(tmp_path, **off)
+    assert ckpt.resume() == 5
+    assert ckpt.resumed is not None and ckpt.resumed.notes == ()
+    ckpt.finish(clean=False)
+
+
 def test_there_is_no_step_to_go_back_to_in_an_empty_store(tmp_path: Path) -> None:
     ckpt = Job().attach(tmp_path)
     with pytest.raises(NothingToResumeError, match="no commit"):
