@@ -151,13 +151,9 @@ def import_checkpoint(
     """Execute an import plan.
 
     The commit has one rank for each whose random states and objects the source holds, at least one. All tensors are
-    rank 0's.
-
-    Args:
-        store: does not exist yet, is empty, or is a store without a commit.
-        progress: called with the bytes just read; ``plan.bytes_to_read`` in all.
-        allow_nonfinite: import values that no healthy training state holds (NaN, infinite values, negative second
-            moments), as problems of the result, instead of raising.
+    rank 0's. ``store`` does not exist yet, is empty, or is a store without a commit. progress: called with the bytes
+    just read; ``plan.bytes_to_read`` in all. allow_nonfinite: import values that no healthy training state holds, as
+    problems of the result, instead of raising.
 
     Raises:
         UsageError: the store has commits or lies in the source.

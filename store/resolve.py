@@ -4,7 +4,9 @@ A damaged unit falls back to its own previous version, found through older manif
 checkpoint. A version is damaged by its records (missing part, wrong size), or because a reader found bytes that do not
 match their hash and resolves again with that version in ``bad``. A base may be a difference itself."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -149,7 +151,7 @@ def newest_resumable(
     Raises NothingToResumeError if none resolves, UnreachableError if an object store does not answer."""
     suspects = catalog.suspects()
     passed_over: list[str] = list(suspects.problems)
-    lost, saves = catalog.lost(), catalog.saves()
+    lost, saves = () if skip else catalog.lost(), catalog.saves()
     for save in resume_order(saves, suspects.saves, catalog.proven()):
         if save in skip:
             continue
@@ -253,6 +255,31 @@ def ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -
             older = catalog.manifest(save)
             previous = older.previous
             yield older
+
+
+def left_branches(catalog: Catalog) -> Callable[[SaveId], bool | None]:
+    """Return whether a save or record is of a branch that the job left by going back; None if that is unknown.
+
+    The branch of the newest commit is all of its epoch and, up to the first commit of that, the epoch that this one
+    continues, and so on. It is known as long as those first commits are there."""
+    saves, ends, end, whole = catalog.saves(), dict[int, float](), math.inf, False
+    newest = epoch = saves[0].epoch
+    while epoch not in ends:
+        ends[epoch] = end
+        first = min((one for one in saves if one.epoch == epoch and one.step <= end), default=None)
+        with suppress(DamagedError):
+            previous = "" if first is None else catalog.manifest(first).previous
+            whole = previous is None
+            if first is not None and previous is not None:
+                before = SaveId.parse(previous)
+                epoch, end = before.epoch, max(before.step, first.step)
+
+    def left(save: SaveId) -> bool | None:
+        if save.epoch in ends or save.epoch > newest:
+            return save.step > ends.get(save.epoch, math.inf)
+        return True if whole or save.epoch > min(ends) else None
+
+    return left
 
 
 def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:

@@ -22,7 +22,7 @@ from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 from store.names import RAW
 
-_ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
+ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
 """Sections of the configuration that do not affect which units are saved at which step."""
 
 
@@ -132,11 +132,6 @@ def remarks(one: SimulationRequest, run: Run) -> list[str]:
     if one.config.packing != "none" and packing != (recorded.packing, recorded.differences):
         notes.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
     return notes
-
-
-def same_configuration(one: Config, other: Config) -> bool:
-    """Return whether both save the same."""
-    return one.model_dump(exclude=_ELSEWHERE) == other.model_dump(exclude=_ELSEWHERE)
 
 
 def _is_built_in(policy: object) -> bool:

@@ -164,7 +164,10 @@ def simulated(trace: Trace, policies: Sequence[str], terms: Terms, speeds: Speed
                 f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
         known = plans.knows_policy(run) and costs is None
-        if known and plans.same_configuration(one.config, recorded) and not replayed.as_recorded:
+        both = (
+            [config.model_dump(exclude=plans.ELSEWHERE) for config in (one.config, recorded)] if known else ["", None]
+        )
+        if both[0] == both[1] and not replayed.as_recorded:
             notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
             notes.append(

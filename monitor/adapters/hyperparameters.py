@@ -157,13 +157,8 @@ def reconcile(
     The script's are those that it changed and training had not moved; ``lr`` is moved in proportion. Returns the run
     state to go on with, what later saves record as constructed, and a line for each difference.
 
-    Args:
-        framework: the framework's run state in the store.
-        live: the param groups of the job, as in a run state.
-        script: what the script constructed.
-
-    Raises:
-        ModelMismatchError: A value of the script needs other optimizer state than the store holds."""
+    framework: the framework's run state in the store. live: the param groups of the job, as in a run state. script:
+    what the script constructed. Raises ModelMismatchError if that needs other optimizer state than the store holds."""
     lines: dict[str, list[str]] = {}
     groups, kept = list[Mapping[str, Any]](), dict(script)
     saved = {fqn: group for group in framework["param_groups"] for fqn in group["params"]}

@@ -92,10 +92,8 @@ def find_layers(
         module: the unwrapped model.
         fqns: parameters and persistent buffers of ``module``, tied ones once.
         experts: make every alike child of a ModuleList or ModuleDict inside a block a layer of its own
-            (``model.layers.0.mlp.experts.3``). If a model fuses all experts of a block in 3-d parameters (Mixtral,
-            Qwen2-MoE and others in transformers 5), the expert bank becomes one layer (``model.layers.0.mlp.experts``),
-            separate from the block's attention, norms and router: a tensor belongs to one layer. An expert bank is a
-            module that itself owns two or more 3-d parameters with an equal first dimension.
+            (``model.layers.0.mlp.experts.3``). An expert bank, a module that itself owns two or more 3-d parameters
+            with an equal first dimension (Mixtral in transformers 5), becomes one layer, separate from its block.
         patterns: layer name -> regular expression. Names that match entirely go to that layer, whatever the structure
             is; a detected layer of the same name keeps its other tensors.
         local: those of ``fqns`` that ``module``, a pipeline stage, has; only they are grouped. None: all.

@@ -43,7 +43,7 @@ from store.journal import (
     unreached,
 )
 from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId, Unit
-from store.resolve import RejectedVersion, Resolution, ancestors, newest_resumable
+from store.resolve import RejectedVersion, Resolution, ancestors, left_branches, newest_resumable
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
@@ -110,14 +110,11 @@ def resume_with_journal(
             return resume_memory_or_store(partial(attempt, follow=lambda *_: None), catalog, snapshot)
     if step is None or (result is not None and result.resume_point.save.step == step):
         live.mixed = live.mixed and result is None
-        if (
-            step is None
-            or result is None
-            or not run_on_rank0(job.group, lambda: _left(catalog)(result.resume_point.save))
-        ):
+        if step is None or result is None:
             return result
-        left = f"step {step} is of a branch that the job left when it went back: {result.resume_point.save}"
-        return replace(result, notes=(*result.notes, left))
+        left = run_on_rank0(job.group, lambda: left_branches(catalog)(result.resume_point.save))
+        note = f"step {step}, {result.resume_point.save}, {'is' if left else 'may be'} of a branch that the job left"
+        return result if left is False else replace(result, notes=(*result.notes, note))
     live.mixed = True
     raise DriftpointError(f"step {step} cannot be reached, for a record before it is damaged: call resume() again")
 
@@ -142,10 +139,8 @@ def chain_of(
 
     def find() -> Chain | frozenset[SaveId] | None:
         found, passed = resolution, set[SaveId]()
-        refused: Callable[[SaveId], bool] = lambda _: False  # noqa: E731
-        if step is not None:
-            left, known = _left(catalog), {*catalog.saves(), *recorded(journal.files)}
-            refused = left if any(save.step >= step and not left(save) for save in known) else refused
+        left, known = None if step is None else left_branches(catalog), {*catalog.saves(), *recorded(journal.files)}
+        strict = left is not None and any(save.step >= wanted and left(save) is False for save in known)
         while True:
             chain = None if found.manifest.save in not_followed else _find_chain(journal, job, found, step)
             if step is None and not passed and (chain is not None or not (found.fallbacks or not_followed)):
@@ -153,7 +148,7 @@ def chain_of(
             whole = not found.fallbacks and found.manifest.oldest == found.manifest.save
             reached = chain.steps[-1].save if chain else found.manifest.save
             there = wanted == (found.manifest.step if whole else -1) or (chain and reached.step >= wanted)
-            if there and not refused(reached):
+            if there and not (strict and left and left(reached)):
                 return frozenset(passed) or chain
             passed.add(found.manifest.save)
             if step is None and len(passed) == 1:  # and those of branches that a rollback abandoned
@@ -164,16 +159,10 @@ def chain_of(
                 if step is None:
                     return None
                 why = f"no commit is of step {step}, and the journal does not lead to it"
+                why += ", on the branch that the job is on" * strict
                 raise NothingToResumeError("; ".join([why, *not_followed.values()])) from None
 
     return run_on_rank0(job.group, find)
-
-
-def _left(catalog: Catalog) -> Callable[[SaveId], bool]:
-    """Return whether a save or record is of a branch that the job left: the newest one goes on from an earlier step."""
-    newest = newest_resumable(catalog)[0].manifest
-    line = (newest.save, *(one.save for one in ancestors(catalog, newest, [])))
-    return lambda save: any(one.epoch > save.epoch and one.step < save.step for one in line)
 
 
 def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step: int | None) -> Chain | None:

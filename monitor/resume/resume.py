@@ -100,13 +100,8 @@ def resume(
     ``live`` records changes to the live state. follow: finds the records of the journal that continue a commit; see
     :func:`monitor.resume.journal_replay.chain_of`. With them, the run state is that of the commit's oldest version.
 
-    Raises:
-        NothingToResumeError: There are commits, but none is complete.
-        ModelMismatchError: The stored tensors or optimizer do not match the job.
-        UsageError: A user object rejects its saved state.
-        DamagedError: A rank cannot read the records of the commit.
-        StorageError: Ranks do not see the same store, or storage failed.
-        DriftpointError: Copying the checked values failed midway. Only then has anything changed."""
+    Raises as :meth:`monitor.checkpointer.Checkpointer.resume`. Only if copying the checked values failed midway, which
+    is another DriftpointError, has anything changed."""
     bad: frozenset[RejectedVersion] = frozenset()
     notes, skip, not_followed, least = list[str](), frozenset[SaveId](), dict[SaveId, str](), -1
     while True:

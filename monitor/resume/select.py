@@ -4,6 +4,7 @@ Counters, schedules, random states and user objects are taken whole from one sav
 that all ranks can read. Nothing is interpolated and no scheduler is rewound. Reads records and run states, no model
 tensors, and changes no state. Training thread; collective, except :func:`resolve_commit`."""
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
@@ -29,6 +30,8 @@ from store.segment import read_leaves
 from store.state_tree import join_stages
 from store.storage.local import list_or_empty
 from store.text import listed
+
+_log = logging.getLogger("driftpoint")
 
 _OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
 """Hyperparameters that distinguish kinds of optimizers, in all implementations."""
@@ -176,6 +179,8 @@ def select_commit(
     NothingToResumeError if there are commits, but none is complete."""
     catalog.forget()
     if not catalog.saves():
+        for lost in catalog.lost():
+            _log.warning("resume: %s", lost)
         return None, (), 0
     try:
         resolution, passed_over = newest_resumable(catalog, bad, skip)

@@ -194,7 +194,9 @@ class JournaledSaver(Saver):
         return False
 
     def _leaves_space(self) -> bool:
-        full, free = sum(one.nbytes for one in self._job.table.sizes.values()), free_bytes(self._session.files)
+        table, free = self._job.table, free_bytes(self._session.files)
+        mine = 0 if table.sizes else sum(part.layout.nbytes for part in table.local().values())
+        full = sum(one.nbytes for one in table.sizes.values()) or mine * self._group.world_size  # before a first save
         return free is None or free > 2.1 * full + (1 << 17)  # with their records
 
     def _copy_step(self, number: int) -> str | None:

@@ -109,10 +109,8 @@ def open_store(
 
     On a full disk an existing store still opens; the epoch is then claimed before the first save, once there is room.
 
-    Args:
-        lock_seconds: Time to wait for another job's lock. An object store has none: the epoch alone tells jobs apart.
-        counting: Whether interruptions of this job are counted.
-        create: Whether to make a store if there is none.
+    lock_seconds: Time to wait for another job's lock. An object store has none: the epoch alone tells jobs apart.
+    counting: Whether interruptions of this job are counted. create: Whether to make a store if there is none.
 
     Raises StoreInUseError, StorageError or DamagedError, the same on all ranks; NoStoreError if there is none and none
     may be made; UnsupportedError if an object store lacks conditional puts: jobs could overwrite others' commits."""

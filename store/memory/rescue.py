@@ -129,12 +129,9 @@ class RescueResult:
 def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] = lambda: False) -> RescueResult:
     """Commit the newest whole version that all ranks have, if no commit is as new.
 
-    Raises:
-        StoreInUseError: A process that owns it lives, or another rescue is running.
-        FencedError: Another job claimed the store.
-        DamagedError: No version is whole.
-        SaveError: ``aborted`` returned True.
-        StorageError: Storage failed, or the store is damaged. The memory may be whole."""
+    Raises StoreInUseError if a process that owns it lives or another rescue is running, FencedError if another job
+    claimed the store, DamagedError if no version is whole, SaveError if ``aborted`` returned True, and StorageError if
+    storage failed or the store is damaged. The memory may be whole."""
     place = make_home(tier.base) / RESCUE_LOCK.format(tier.store_id)
     try:
         lock = Owner(place)

@@ -134,7 +134,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Check]] = {
         lambda path, _: back.test_a_resume_goes_back_to_a_step_and_a_failure_after_it_does_not_return(
             path, "full", 7)),
     "an older commit is preferred although its records end before": (
-        journal_replay, "chain_of", "chain.steps[-1].save.step >= wanted", "True",
+        journal_replay, "chain_of", "reached.step >= wanted", "True",
         plain(replayed.test_without_the_records_between_a_damaged_slot_is_replaced_by_its_older_version)),
 }  # fmt: skip
 

@@ -182,8 +182,81 @@ def test_a_step_that_the_newest_branch_took_again_is_not_taken_from_one_that_was
     assert ckpt.resume(step=9) == 9
     assert same(fourth.state(), kept[9])
     assert ckpt.resumed is not None
-    assert "step 9 is of a branch that the job left when it went back: 00000009-000001" in ckpt.resumed.notes
+    assert "step 9, 00000009-000001, is of a branch that the job left" in ckpt.resumed.notes
     ckpt.finish(clean=False)
+
+
+class Wanderer:
+    """A job without the journal that saves every so many steps and goes back and forth."""
+
+    def __init__(self, store: Path, every: int, **retention: Any) -> None:
+        self.store, self.settings = store, {"every": every, "journal": {"enabled": False}, "retention": retention}
+        self.kept = dict[str, Any]()  # states by save
+        self.restart()
+
+    def restart(self) -> None:
+        self.job = Job(seed=5)
+        self.ckpt = self.job.attach(self.store, **self.settings)
+        self.ckpt.resume()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.job.train_one_step()
+            self.ckpt.step()
+            self.ckpt.flush()
+            for save in open_catalog(LocalFiles(self.store)).saves()[:1]:
+                self.kept.setdefault(save.name, copy.deepcopy(self.job.state()))
+
+    def go_to(self, step: int) -> tuple[str, ...]:
+        assert self.ckpt.resume(step=step) == step
+        assert self.ckpt.resumed is not None
+        return self.ckpt.resumed.notes
+
+
+def test_a_step_is_taken_from_the_branch_that_the_job_is_on_after_going_up_again(tmp_path: Path) -> None:
+    """From 10 to 4, on to 6, up to the old 10, and to 6: that of the first branch, not that of the detour."""
+    run = Wanderer(tmp_path, 2, keep_last=50, log_spaced=False)
+    run.train(10)
+    assert run.go_to(4) == ()
+    torch.manual_seed(99)  # other data
+    run.train(2)
+    run.ckpt.finish(clean=False)
+    run.restart()
+    assert any("is of a branch that the job left" in one for one in run.go_to(10))
+    run.ckpt.finish(clean=False)
+    run.restart()
+    assert run.go_to(6) == ()
+    assert same(run.job.state(), run.kept["00000006-000001"])
+    run.ckpt.finish(clean=False)
+
+
+def test_a_commit_of_the_own_branch_is_reached_though_those_in_between_are_pruned(tmp_path: Path) -> None:
+    run = Wanderer(tmp_path, 3, keep_last=2, keep_every=3, log_spaced=False)
+    run.train(9)
+    run.go_to(3)
+    run.ckpt.finish(clean=False)
+    run.restart()
+    run.go_to(9)
+    run.train(3)
+    run.go_to(9)
+    run.train(1)
+    run.ckpt.finish(clean=False)
+    run.restart()
+    assert all("may be of a branch" in one for one in run.go_to(6))
+    assert same(run.job.state(), run.kept["00000006-000001"])
+    run.ckpt.finish(clean=False)
+
+
+def test_commits_that_are_all_gone_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Wanderer(tmp_path, 3)
+    run.train(9)
+    run.ckpt.finish(clean=False)
+    for manifest in (tmp_path / "manifests").iterdir():
+        manifest.unlink()
+    with caplog.at_level("WARNING", "driftpoint"):
+        run.restart()
+    assert any("00000009-000001: it was committed" in one for one in caplog.messages)
+    run.ckpt.finish(clean=False)
 
 
 def test_a_resume_with_the_journal_off_tells_what_it_leads_to(tmp_path: Path) -> None:
