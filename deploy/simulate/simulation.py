@@ -164,10 +164,8 @@ def simulated(trace: Trace, policies: Sequence[str], terms: Terms, speeds: Speed
                 f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
         known = plans.knows_policy(run) and costs is None
-        both = (
-            [config.model_dump(exclude=plans.ELSEWHERE) for config in (one.config, recorded)] if known else ["", None]
-        )
-        if both[0] == both[1] and not replayed.as_recorded:
+        same = known and one.config.model_dump(exclude=plans.ELSEWHERE) == recorded.model_dump(exclude=plans.ELSEWHERE)
+        if same and not replayed.as_recorded:
             notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
             notes.append(
