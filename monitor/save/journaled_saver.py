@@ -82,7 +82,7 @@ class JournaledSaver(Saver):
         self._last = 0  # task number of the last record
         self._told: set[str] = set()  # reasons for interruptions that were logged
         self._reached: tuple[SaveId | None, deque[int]] = None, deque(maxlen=2)  # last commit, oldest versions of two
-        self._pinned = torch.cuda.is_available()
+        self._pinned, self._mine = torch.cuda.is_available(), 0  # bytes of this rank's part of a save
         if any(group.get("capturable") for one in job.adapter.optimizers() for group in one.param_groups):
             raise UnsupportedError("journal: in CUDA graphs, capturable optimizers step unseen: set capturable=False")
         self._weights: tuple[Any, list[torch.Tensor], list[torch.Tensor]] = None, [], []  # layout, all, frozen ones
@@ -195,8 +195,9 @@ class JournaledSaver(Saver):
 
     def _leaves_space(self) -> bool:
         table, free = self._job.table, free_bytes(self._session.files)
-        mine = 0 if table.sizes else sum(part.layout.nbytes for part in table.local().values())
-        full = sum(one.nbytes for one in table.sizes.values()) or mine * self._group.world_size  # before a first save
+        if not (table.sizes or self._mine):  # before the first save after a resume
+            self._mine = sum(part.layout.nbytes for part in table.local().values())
+        full = sum(one.nbytes for one in table.sizes.values()) or self._mine * self._group.world_size
         return free is None or free > 2.1 * full + (1 << 17)  # with their records
 
     def _copy_step(self, number: int) -> str | None:
