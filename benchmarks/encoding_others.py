@@ -2,8 +2,8 @@
 
     python benchmarks/encoding_others.py [--rate 1e-4] [--beta2 0.999] [--seeds 3] [--excp FOLDER] [--json FILE]
 
-A Llama of five million parameters goes on from a short pretraining, and its state is stored four times, ten steps
-apart. DCP with its ``ZStandard`` extension, ZipNN where it is installed, PaddleNLP's ``ckpt_quant_stage`` by its
+A Llama of five million parameters trains on after a short pretraining. Its state is stored four times, every ten
+steps: by DCP with its ``ZStandard`` extension, ZipNN where it is installed, PaddleNLP's ``ckpt_quant_stage`` by its
 formulas, ExCP by its own code where ``--excp`` names a clone (https://github.com/Gaffey/ExCP) and faiss is installed.
 Of what is not lossless: the largest ratio of an update to the exact one by its second moment alone, the error of all
 updates, and the loss on held-out text after 60 more steps less that of an exact resume. One thread. No goals.

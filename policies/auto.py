@@ -35,7 +35,7 @@ class AutoPolicy(BudgetPolicy):
 
     It chooses as ``budget`` does until the rate of the budget is known; if the save of no plan can ever be paid; and
     after a resume, until the process has run for two periods: one that never runs so long would never pay for a plan.
-    A full budget is spent on everything, whatever that costs: what it cannot hold is lost."""
+    When the budget is full, it saves everything: more income would be lost."""
 
     name: ClassVar[str] = "auto"
 
@@ -74,11 +74,8 @@ class AutoPolicy(BudgetPolicy):
             period = max(interval, nbytes / (budget.per_step or math.inf))
             age = period * (1.0 / taken - 1.0) / 2
             cost = period / 2 + math.fsum(twice * (1.0 - kept**age) for twice, kept in aging)
-            text = (
-                "everything"
-                if len(units) == len(moving)
-                else f"weights and {min(99.0, 100 * taken):.0f} % of the moments"
-            )
+            part = f"weights and {min(99.0, 100 * taken):.0f} % of the moments"
+            text = "everything" if len(units) == len(moving) else part
             if units and (budget.most is None or nbytes <= budget.most):
                 plans.setdefault(units, Plan(text, units, nbytes, period, cost))
         return sorted(plans.values(), key=lambda plan: (plan.text != "everything", plan.cost))[:2]

@@ -29,8 +29,6 @@ class LayerAge:
 def by_pace(weights: Sequence[LayerAge]) -> float:
     """Return the mean staleness over all elements, weighted by each layer's pace: its relative movement per step.
 
-    It lies between 0 and that of the oldest layer (or of the newest, if all are ahead).
-
     Pace is drift divided by staleness; where it is unknown (fresh layers, versions found by a fallback), it is the mean
     of the other layers. docs/effective-step.md says why."""
     paces = [None if one.moved is None or one.staleness <= 0 else one.moved / one.staleness for one in weights]

@@ -260,8 +260,8 @@ def ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -
 def left_branches(catalog: Catalog) -> Callable[[SaveId], bool | None]:
     """Return whether a save or record is of a branch that the job left by going back; None if that is unknown.
 
-    The branch of the newest commit is all of its epoch and, up to the first commit of that, the epoch that this one
-    continues, and so on. It is known as long as those first commits are there."""
+    The branch holds the epoch of the newest commit. The first commit of that epoch names an earlier one, which it
+    continues: of that one's epoch, the branch holds all up to there. And so on, as long as those commits are there."""
     saves, ends, end, whole = catalog.saves(), dict[int, float](), math.inf, False
     newest = epoch = saves[0].epoch
     while epoch not in ends:

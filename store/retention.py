@@ -158,8 +158,7 @@ def plan_prune(
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.
-        groups: Segment groups that the next commit refers to. They stay, with the commits through which a resume of
-            ``continued`` finds those that it lacks: a unit that is damaged in it may have fallen back to an older one.
+        groups: Segment groups that the next commit refers to; they and the commits through which they are found stay.
         least: Newest commits that stay however much room is wanted.
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress."""
     epoch = newest_epoch(catalog.files) if epoch is None else epoch

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -112,7 +112,7 @@ def resume_with_journal(
         live.mixed = live.mixed and result is None
         if step is None or result is None:
             return result
-        left = run_on_rank0(job.group, lambda: left_branches(catalog)(result.resume_point.save))
+        left = run_on_rank0(job.group, partial(_is_left, catalog, result.resume_point.save))
         note = f"step {step}, {result.resume_point.save}, {'is' if left else 'may be'} of a branch that the job left"
         return result if left is False else replace(result, notes=(*result.notes, note))
     live.mixed = True
@@ -139,8 +139,9 @@ def chain_of(
 
     def find() -> Chain | frozenset[SaveId] | None:
         found, passed = resolution, set[SaveId]()
-        left, known = None if step is None else left_branches(catalog), {*catalog.saves(), *recorded(journal.files)}
-        strict = left is not None and any(save.step >= wanted and left(save) is False for save in known)
+        left = None if step is None else left_branches(catalog)
+        known = () if left is None else {*catalog.saves(), *recorded(journal.files)}
+        strict = any(left is not None and save.step >= wanted and left(save) is False for save in known)
         while True:
             chain = None if found.manifest.save in not_followed else _find_chain(journal, job, found, step)
             if step is None and not passed and (chain is not None or not (found.fallbacks or not_followed)):
@@ -163,6 +164,13 @@ def chain_of(
                 raise NothingToResumeError("; ".join([why, *not_followed.values()])) from None
 
     return run_on_rank0(job.group, find)
+
+
+def _is_left(catalog: Catalog, save: SaveId) -> bool | None:
+    """Return as :func:`store.resolve.left_branches`; None, too, if that cannot be read: the state is loaded by now."""
+    with suppress(DamagedError, StorageError):
+        return left_branches(catalog)(save)
+    return None
 
 
 def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step: int | None) -> Chain | None:

@@ -244,11 +244,12 @@ def prune(
     Drops records that are not needed any more from the catalog's cache. ``failed``: whether a save failed because the
     disk was full. The commit that the job continues (``continued``) and the segment groups that its next commit refers
     to (``groups``) are not deleted. Raises SaveError if nothing may be deleted, because a commit cannot be read."""
-    if bytes_to_free(catalog, replace(retention, max_share=None)) and (saves := catalog.saves()):
-        before = catalog.manifest(saves[0]).oldest.step  # the newest commit needs no record up to here
+    wanted, without_share = bytes_to_free(catalog, retention, failed=failed), replace(retention, max_share=None)
+    lacking = bytes_to_free(catalog, without_share) if wanted else 0
+    if lacking:
+        before = catalog.manifest(catalog.saves()[0]).oldest.step  # the newest commit needs no record up to here
         prune_journal(files.below(JOURNAL), files, epoch, before)
-    wanted = bytes_to_free(catalog, retention, failed=failed)
-    lacking = bytes_to_free(catalog, replace(retention, max_share=None)) if wanted else 0
+        wanted, lacking = bytes_to_free(catalog, retention, failed=failed), bytes_to_free(catalog, without_share)
     fits, unexplained = not (failed or lacking), failed and not lacking
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
     plan = plan_prune(catalog, retention, epoch, wanted, continued, groups=groups, least=least)

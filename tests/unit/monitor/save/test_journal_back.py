@@ -150,8 +150,8 @@ def test_a_composite_whose_oldest_run_state_is_damaged_gives_way_to_an_older_one
 def test_a_step_that_the_newest_branch_took_again_is_not_taken_from_one_that_was_left(
     tmp_path: Path, torn: bool
 ) -> None:
-    """The newest branch went from 4 to 7. If a record of it is torn, its step 7 cannot be reached: the old one is no
-    substitute. Step 9, which it did not reach, is that of the old branch, and that is told."""
+    """The newest branch goes from step 4 to 7. If one of its records is torn, step 7 is refused, although the old one
+    has it. Step 9 is on the old branch only: it is restored, with a note."""
     job, kept = Job(), dict[int, Any]()
     job.run(job.attach(tmp_path, every=3), 9, after=keep(job, kept))
     again = Job(seed=2)
@@ -274,6 +274,18 @@ def test_a_resume_with_the_journal_off_tells_what_it_leads_to(tmp_path: Path) ->
     ckpt = Job(seed=3).attach(tmp_path, **off)
     assert ckpt.resume() == 5
     assert ckpt.resumed is not None and ckpt.resumed.notes == ()
+    ckpt.finish(clean=False)
+
+
+def test_a_journal_that_cannot_be_listed_keeps_no_job_from_its_commit(tmp_path: Path) -> None:
+    job, kept = Job(), dict[int, Any]()
+    job.run(job.attach(tmp_path), 7, after=keep(job, kept))
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    (tmp_path / "journal/segments").rename(tmp_path / "elsewhere")
+    (tmp_path / "journal/segments").write_text("a file in place of the directory")
+    assert ckpt.resume() == 4
+    assert same(again.state(), kept[4])
     ckpt.finish(clean=False)
 
 
