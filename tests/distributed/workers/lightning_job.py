@@ -97,6 +97,8 @@ class Flush(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         assert self.of.checkpointer is not None
         self.of.checkpointer.flush()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # rank 0 has committed
 
 
 def loader(kind: str) -> Any:
