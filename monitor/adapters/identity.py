@@ -7,7 +7,7 @@ calls a :class:`Hook` before it changes state."""
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -116,20 +116,16 @@ class IdentityReader:
             module_types,
             list(map(type, parameters.values)),
             list(map(type, buffers.values)),
-            *(part for flat in (children, parameters, buffers) for part in flat.layout()),
-            [
-                (i, set(part._non_persistent_buffers_set))
-                for i, part in enumerate(modules)
-                if part._non_persistent_buffers_set
-            ],
+            *((one.names, _ids(one.values), one.counts) for one in (children, parameters, buffers)),
+            [(i, {*names}) for i, part in enumerate(modules) if (names := part._non_persistent_buffers_set)],
             [value is not None and value.requires_grad for value in parameters.values],
             list(map(len, groups)),
-            list(map(id, grouped)),
-            list(map(id, states)),
+            _ids(grouped),
+            _ids(states),
             entries.names,
             entries.counts,
             kinds,
-            list(map(id, slots)),
+            _ids(slots),
         ]
         trained = [one for one in grouped if one.requires_grad]
         return Identity(self._reuse_equal(layout, memory), memory, trained, entries.values)
@@ -152,11 +148,11 @@ class _MemoryGuard:
         sizes, strides = ([list(get(one)) for one in memory] for get in (torch.Tensor.size, torch.Tensor.stride))
         dims = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
         self._guards = TensorGuards(*memory, **dims)  # type: ignore[arg-type]  # its stub knows one tensor only
-        self._addresses = list(map(torch.Tensor.data_ptr, memory))
+        self._addresses = addresses_of(memory)
 
     def holds(self, memory: Sequence[torch.Tensor]) -> bool:
         same = len(memory) == len(self._addresses) and self._guards.check(*memory)
-        return same and self._addresses == list(map(torch.Tensor.data_ptr, memory))
+        return same and np.array_equal(self._addresses, addresses_of(memory))
 
 
 @dataclass(frozen=True)
@@ -167,8 +163,10 @@ class _Flat:
     values: list[Any]
     counts: list[int]
 
-    def layout(self) -> tuple[list[str], list[int], list[int]]:
-        return self.names, list(map(id, self.values)), self.counts
+
+def _ids(values: Collection[Any]) -> bytes:
+    """Return the id() of each value. Lists of integers would take three times as long, to compare and to collect."""
+    return np.fromiter(map(id, values), np.int64, len(values)).tobytes()
 
 
 def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
@@ -200,9 +198,9 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
+def versions_of(values: Sequence[Any]) -> tuple[bytes, list[Any]]:
     """Return (ids of the values, in-place version counters of tensors and other values as text)."""
-    ids = list(map(id, values))
+    ids = _ids(values)
     if PLAIN_TENSORS.issuperset(map(type, values)):
         with suppress(RuntimeError):  # of a tensor made under inference_mode
             return ids, list(map(attrgetter("_version"), values))
