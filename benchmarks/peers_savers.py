@@ -146,11 +146,9 @@ class Driftpoint(Saver):
         return any((self.folder / "manifests").glob(f"{self.step:08d}-*.json"))
 
     def wait(self) -> None:
-        until = time.monotonic() + 600
-        while not self.done():  # flush() would wait for the removal of older commits as well
-            if time.monotonic() > until:
-                raise RuntimeError(f"step {self.step} was not committed")
-            time.sleep(0.001)
+        self.ckpt._saver.wait(600)  # flush() would wait for the removal of older commits as well
+        if not self.done():
+            raise RuntimeError(f"step {self.step} was not committed")
 
     def load(self, step: int) -> int:
         del step  # it finds the newest that is whole by itself
@@ -394,8 +392,6 @@ class LmResiliency(Saver):
         return self.flushed == self.step and any(self.folder.rglob(f"step-{self.step}/rank-0.pt"))
 
     def wait(self) -> None:
-        import time
-
         self.before_update()
         while not self.done():
             time.sleep(0.002)
