@@ -37,13 +37,10 @@ _OFFSETS_PER_BUCKET = 8  # O = 8 k or slightly more: the 2/O in the variance is 
 
 _FLUSH_EVERY = 64  # chunks between two additions to the float64 total
 
-_CPU_CHUNKS = (1 << 14, 1 << 16, 1 << 17, 1 << 18)
+_CPU_CHUNKS = (1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18)
 _OTHER_CHUNKS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Values of C. On a CPU, table and board should stay in the cache, and flushing the board takes time proportional to C:
-at least 32 chunks per unit. Elsewhere each chunk is a kernel launch: few long ones."""
-
-_SAMPLED_PIECES = 4
-_SAMPLED_VALUES = 16
+at least 16 chunks per unit. Elsewhere each chunk is a kernel launch: few long ones."""
 
 
 class Projection:
@@ -64,7 +61,7 @@ class Projection:
         """Return C for that many values. Signatures are comparable only with the same C."""
         if device.type == "cuda" and (kernels := _kernels()) is not None:
             return int(kernels.chunk_length(numel))
-        lengths, chunks = (_CPU_CHUNKS, 32) if device.type == "cpu" else (_OTHER_CHUNKS, 4)
+        lengths, chunks = (_CPU_CHUNKS, 16) if device.type == "cpu" else (_OTHER_CHUNKS, 4)
         return max((length for length in lengths if chunks * length <= numel), default=lengths[0])
 
     def draws(self, key: int, chunks: int) -> list[int]:
@@ -387,8 +384,8 @@ def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sampled(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]
-    return [piece.detach()[:: -(-piece.numel() // _SAMPLED_VALUES)] for piece in largest]
+    largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:4]
+    return [piece.detach()[:: -(-piece.numel() // 16)] for piece in largest]
 
 
 def _key(unit: Unit) -> int:
