@@ -5,17 +5,19 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 
+_BINARY = (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB")
+_DECIMAL = ("", " k", " M", " G", " T", " P")
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def size_text(count: int) -> str:
     """Format bytes in binary units with three digits: ``512 B``, ``1.50 GiB``."""
-    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"))
+    return _scaled(count, 1024, _BINARY)
 
 
 def count_text(count: int) -> str:
     """Format a large number in decimal units with three digits: ``405 G``."""
-    return _scaled(count, 1000, ("", " k", " M", " G", " T", " P"))
+    return _scaled(count, 1000, _DECIMAL)
 
 
 def _scaled(count: int, base: int, units: Sequence[str]) -> str:

@@ -32,6 +32,8 @@ _RETRIES = (5.0, 30.0, 120.0)  # seconds before each retry of a rescue
 _RETRYABLE = ("failed", "in use", "no store")  # outcomes that a retry may change
 _UNREACHED = (*_RETRYABLE, "given up", "fenced")  # outcomes after which memory may still be rescued
 _LAST_MESSAGE_SECONDS = 2.0  # to read a dead process's last message; forked children may keep its connection open
+_POLL_SECONDS = 0.05
+_HISTORY = 20
 
 
 @dataclass
@@ -167,7 +169,7 @@ class Node:
         self.refused = 0
         self._loop = asyncio.get_running_loop()
         self._jobs, self._known = Jobs(), SeenStore(options.base)
-        self._rescues = deque[RescueReport](maxlen=20)
+        self._rescues = deque[RescueReport](maxlen=_HISTORY)
         self._retrying = 0  # rescues that wait for their next attempt
         self._cleaning: dict[str, dict[Path, RescueResult | None]] = {}  # by store id: rescues of old memory
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -214,7 +216,7 @@ class Node:
         """Wait up to ``seconds`` for jobs to die, because a session's end terminates daemon and trainers together."""
         deadline = time.monotonic() + seconds
         while any(job.living for job in self._jobs) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(_POLL_SECONDS)
 
     # Jobs.
 

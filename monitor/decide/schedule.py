@@ -29,6 +29,8 @@ _MAX_BUSY_SHARE = 0.25
 
 _MAX_SEND_SHARE = 0.5  # share of the time that a snapshot may be in transit to a peer
 
+_MAX_INTERVAL = 100_000
+
 _MOST_SPARED = 100  # most steps before a save in which snapshots are left out
 
 
@@ -289,7 +291,7 @@ class SnapshotSchedule:
             return FIRST_SNAPSHOT
         needed = max(median(self._stalls) / self._share, median(self._works) / _MAX_BUSY_SHARE)
         needed = max(needed, median(self._sends) / _MAX_SEND_SHARE if self._sends else 0.0)
-        return max(1, min(100_000, math.ceil(needed / max(median(self._steps), 1e-6))))
+        return max(1, min(_MAX_INTERVAL, math.ceil(needed / max(median(self._steps), 1e-6))))
 
     @property
     def spare(self) -> int:

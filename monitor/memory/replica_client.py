@@ -19,6 +19,7 @@ from store.names import SaveId
 _log = logging.getLogger("driftpoint")
 _SILENCE = 10.0  # seconds without a byte after which a peer counts as gone
 _RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)  # seconds without another attempt, by the number of failures in a row
+_JOIN_TIMEOUT = 2.0
 
 
 def transfer_timeout(timeout: float) -> float:
@@ -78,7 +79,7 @@ class ReplicaSender:
             self._turn += 1
             if self._connection is not None:
                 self._connection.abort()
-        self._writer.join(2.0)
+        self._writer.join(_JOIN_TIMEOUT)
 
     def close(self) -> None:
         self._stopped = True

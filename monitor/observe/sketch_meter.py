@@ -42,6 +42,9 @@ _OTHER_CHUNKS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 """Values of C. On a CPU, table and board should stay in the cache, and flushing the board takes time proportional to C:
 at least 16 chunks per unit. Elsewhere each chunk is a kernel launch: few long ones."""
 
+_SAMPLED_PIECES = 4
+_SAMPLED_VALUES = 16
+
 
 class Projection:
     """The random projection; the same seed gives the same projection on every device. Training thread only.
@@ -384,8 +387,8 @@ def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _sampled(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:4]
-    return [piece.detach()[:: -(-piece.numel() // 16)] for piece in largest]
+    largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]
+    return [piece.detach()[:: -(-piece.numel() // _SAMPLED_VALUES)] for piece in largest]
 
 
 def _key(unit: Unit) -> int:

@@ -37,8 +37,8 @@ class AsyncCopy:
     """Copies the live tensors of one save into host buffers.
 
     The training thread adds and starts. The first thread that calls :meth:`finish` completes the copies, and the other
-    one helps or waits: training never depends on a thread that hangs. Before that, buffers must not be read and sources
-    not change. On CUDA, copies run in a side stream into pinned memory, after all work queued before."""
+    one waits for it, so training never depends on a background thread that hangs. Before that, buffers must not be read
+    and sources not change. On CUDA, copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
         self.units: list[tuple[LocalUnit, Integers, Callable[[], Sequence[torch.Tensor]]]] = []
@@ -151,8 +151,6 @@ class AsyncCopy:
         So a CUDA graph may be captured at a later call: the capture would fail if a stream were waited for."""
         for device in () if self._done else self._devices:  # before the lock, for which let_change() would wait
             _side_stream(device).synchronize()
-        if self._tracked is not None and self._lock.locked():
-            self._tracked.help()
         with self._lock:
             if self._done:
                 return

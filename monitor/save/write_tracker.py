@@ -32,6 +32,7 @@ from monitor.adapters.identity import Integers, MemoryRegions
 from monitor.observe.units import LocalUnit, UnitLayout
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
+_USER_MODE_ONLY = 1
 _FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # PAGEFAULT_FLAG_WP, WP_UNPOPULATED, WP_ASYNC
 _API, _REGISTER, _PROTECT = 0xC018AA3F, 0xC020AA00, 0xC018AA06  # UFFDIO_API, UFFDIO_REGISTER, UFFDIO_WRITEPROTECT
 _WRITES = 2  # UFFDIO_REGISTER_MODE_WP
@@ -59,7 +60,7 @@ class WriteTracker:
         self._copy.restype = ctypes.c_ssize_t
         self._advise = libc.madvise
         self._consolidated: dict[tuple[int, int], int] = {}  # how far each range is on huge pages
-        self._fault = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | 1)  # USER_MODE_ONLY
+        self._fault = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
             raise OSError(ctypes.get_errno(), "userfaultfd is not permitted")
         self._call(_API, 0xAA, _FEATURES, 0)
@@ -243,14 +244,11 @@ class TrackedCopy:
         self._blocks: list[_Block] = []
         self._storages: list[torch.UntypedStorage] = []  # keeps the memory from being freed
         self._small: tuple[list[_Region], bytes] = [], b""  # regions, and their values
-        self._found: list[bool] = []  # of blocks that are copied: whether they hold the values of the beginning
-        self._helping = threading.Lock()  # held by a thread in :meth:`help`
         try:
             self._begin(plan, owners)
         except BaseException:
             self._end()
             raise
-        self._left = iter(self._blocks)
 
     def finish(self) -> bool:
         """Copy the rest. Return whether the copies hold the values that the sources had in the beginning.
@@ -261,25 +259,13 @@ class TrackedCopy:
             for target, _, size in self._small[0]:
                 _move(target, at, size)
                 at += size
-            self._copy_left()
-            with self._helping:
-                whole = len(self._found) == len(self._blocks) and all(self._found)
+            whole = all([self._copy_block(one) for one in self._blocks])  # noqa: C419 - all memory is to be unprotected
             whole = whole and self._places == list(map(torch.UntypedStorage.data_ptr, self._storages))
             for pages in self._protected:  # once all are known: blocks may share pages
                 self._tracker.unprotect(pages)
         finally:
-            with self._helping:
-                self._end()
+            self._end()
         return whole
-
-    def help(self) -> None:
-        """Copy some of the rest, in a thread that would wait for another one in :meth:`finish`."""
-        with self._helping:
-            self._copy_left()
-
-    def _copy_left(self) -> None:
-        for block in self._left:  # a list's iterator gives each to one thread
-            self._found.append(self._copy_block(block))
 
     def consolidate(self, stop: Callable[[], bool]) -> None:
         """Make the next copy of the same memory begin faster. Call it after :meth:`finish`, in the background."""

@@ -48,6 +48,7 @@ def _name(record: logging.LogRecord) -> bool:
 
 _log.addFilter(_name)
 
+_DECISIONS_WITHOUT_COMMIT = 3
 _SAVES_IN_A_ROW = 8  # more saves than this in a row reset the count of late ones
 _PATIENCE = 60.0  # seconds from the start in which late decisions do not count: the first save may take so long
 _NAMED = 6  # maximum number of units named in a log line
@@ -119,7 +120,7 @@ class SaveLog(SaveListener):
         if event.skipped == "busy" and time.monotonic() < self._began + _PATIENCE:
             return
         self._decisions += 1
-        if not self._commits and self._decisions % 4 == 0:
+        if not self._commits and self._decisions % (_DECISIONS_WITHOUT_COMMIT + 1) == 0:
             text = "nothing is committed after %d decisions: a failure now loses all %d steps. The lines above say why"
             _log.error(text, self._decisions, event.step)
 

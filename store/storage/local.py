@@ -214,6 +214,9 @@ class LocalFiles:
             raise DamagedError(f"{self.root / path} is not a regular file")
 
 
+_WRITE_BACK = 1 << 24
+
+
 class _LocalNewFile:
     def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor, self._path = descriptor, path
@@ -232,7 +235,7 @@ class _LocalNewFile:
                 # The kernel would begin to write only when fsync asks: the device would idle while we copy and hash.
                 # The advice starts write-back; errors of it still reach fsync.
                 ready = self._written - self._write_back_from
-                if ready >= 1 << 24:
+                if ready >= _WRITE_BACK:
                     os.posix_fadvise(descriptor, self._write_back_from, ready, os.POSIX_FADV_DONTNEED)
                     self._write_back_from = self._written
 

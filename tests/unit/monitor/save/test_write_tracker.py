@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -272,61 +271,6 @@ def test_a_plan_that_is_used_again_copies_small_ones_at_once_too(
         assert copy.finish()
         assert all(map(torch.equal, buffers, before))
         assert tracker.in_use.acquire(blocking=False)
-
-
-def test_a_thread_that_waits_helps(tracker: WriteTracker) -> None:
-    """Whoever copies which block, all are copied, once; ``finish()`` returns after both threads."""
-    for number in range(20):
-        pairs = [(torch.randn(MIB // 4 + at), torch.empty(MIB // 4 + at)) for at in range(24)]
-        before = [live.clone() for live, _ in pairs]
-        copy = tracked(tracker, pairs)
-        helper = threading.Thread(target=copy.help)
-        helper.start()
-        if number % 2:
-            pairs[number][0].data[MIB // 8] += 1.0  # before it is copied, or after
-        same = copy.finish()
-        for live, _ in pairs:
-            live.zero_()
-        helper.join()
-        assert same or number % 2
-        assert not same or all(torch.equal(buffer, old) for (_, buffer), old in zip(pairs, before, strict=True))
-        assert tracker.in_use.acquire(blocking=False)
-
-
-def test_what_was_helped_with_may_change(tracker: WriteTracker) -> None:
-    pairs = [(torch.randn(MIB), torch.empty(MIB)) for _ in range(3)]
-    before = [live.clone() for live, _ in pairs]
-    copy = tracked(tracker, pairs)
-    copy.help()
-    for live, _ in pairs:
-        live.data[MIB // 2] += 1.0
-    assert copy.finish()
-    assert all(torch.equal(buffer, old) for (_, buffer), old in zip(pairs, before, strict=True))
-
-
-def test_a_write_before_the_help_is_found(tracker: WriteTracker) -> None:
-    pairs = [(torch.randn(MIB), torch.empty(MIB)) for _ in range(3)]
-    copy = tracked(tracker, pairs)
-    pairs[1][0].data[MIB // 2] += 1.0
-    copy.help()
-    assert not copy.finish()
-
-
-def test_a_block_that_a_helper_gave_up_counts_as_changed(
-    tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As at Ctrl-C in the training thread."""
-    copy = tracked(tracker, [(torch.randn(MIB), torch.empty(MIB)) for _ in range(3)])
-    with monkeypatch.context() as patch:
-        patch.setattr(tracker, "written", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            copy.help()
-    assert not copy.finish()
-    assert tracker.in_use.acquire(blocking=False)
-
-
-def interrupted(_: range) -> bool:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 3000])
