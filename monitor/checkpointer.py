@@ -416,8 +416,8 @@ class Checkpointer:
         return first
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise ConfigError("this checkpointer is closed: call monitor.attach() again")
+        if self._closed or os.getpid() != self._process:  # a fork shares the store and, by descriptors, page tracking
+            raise ConfigError("this checkpointer is closed, or that of a parent process: call monitor.attach() again")
 
     def _require_resume_called(self) -> None:
         if self._live.mixed:

@@ -4,7 +4,9 @@ saving stops with the reason rather than save a part and call it whole, and goes
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import monitor
-from store.errors import ModelMismatchError, UnsupportedError
+from store.errors import ConfigError, ModelMismatchError, UnsupportedError
 from store.names import Unit
 from tests.support.fingerprint import differing, of_job
 from tests.support.jobs import Job, committed_steps, job, same, skip_reason
@@ -223,6 +225,27 @@ def test_what_nobody_foresaw_stops_saving_not_training(store: Path, caplog: pyte
         assert report.problem is not None and "ZeroDivisionError('peculiar')" in report.problem
         assert "Traceback" in caplog.text
     assert committed_steps(store) == [1]
+
+
+# ---- another process
+
+
+@pytest.mark.parametrize("call", ["step", "save", "resume", "commit_last_step"])
+def test_a_forked_child_saves_nothing(store: Path, call: str) -> None:
+    """It would write to its parent's store and, by inherited descriptors, end the tracking of its parent's pages."""
+    with job(store) as one:
+        one.step()
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            try:
+                getattr(one.ckpt, call)()
+            except ConfigError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        one.step()
+    assert committed_steps(store) == [1, 2]
 
 
 # ---- another optimizer
