@@ -6,16 +6,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from store.encoding.base import DTYPES
 from store.errors import UnsupportedError
 from store.state_tree import Leaf
 
-_TORCH_OF: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-
+_TORCH_OF: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, in_torch in DTYPES.items()}
 _NAME_OF = {dtype: name for name, dtype in _TORCH_OF.items()}
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})  # means or sums of squares
 Implausible = Literal["NaN", "infinite values", "negative values"]

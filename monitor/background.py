@@ -30,6 +30,11 @@ _NICENESS = 10
 """Niceness of background threads. If training keeps all cores busy, they get about a tenth of a core, so a save slows
 training no more than one that another process writes."""
 
+_USUAL_TURN = round(sys.getswitchinterval(), 6)
+_SHORT_TURN = min(0.0002, _USUAL_TURN)
+"""Seconds that a task may keep the GIL from training, which wants it after every operation of torch."""
+_busy: set["BackgroundWorker[Any]"] = set()  # those that run a task now
+
 
 @dataclass(frozen=True)
 class TaskResult(Generic[T]):
@@ -58,7 +63,7 @@ _held = _Held()
 def training_first() -> Iterator[None]:
     """Queue the tasks that this thread submits only when the context ends, or when it waits for a task.
 
-    Threads take turns of 5 ms at the GIL, so training would otherwise wait for tasks that it has just submitted."""
+    Threads take turns at the GIL, so training would otherwise wait for tasks that it has just submitted."""
     if _held.items is not None:
         yield
         return
@@ -98,6 +103,7 @@ class BackgroundWorker(Generic[T]):
         self._lock = threading.Condition()
         self._open: set[int] = set()
         self._last = 0
+        self.awaited = False  # whether a thread waits for a task now
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
         _workers().add(self)
@@ -117,22 +123,24 @@ class BackgroundWorker(Generic[T]):
 
     def finished(self) -> list[TaskResult[T]]:
         """Return the tasks that finished since the last call, in order."""
-        results = []
-        while not self._finished.empty():  # only the caller takes any
-            results.append(self._finished.get_nowait())
-        return results
+        return [self._finished.get_nowait() for _ in range(self._finished.qsize())]  # only the caller takes any
 
     def wait(self, number: int, timeout: float) -> bool:
         """Wait until this task is finished. Return False after ``timeout`` seconds."""
-        _held.hand_over()
-        with self._lock:
-            return self._lock.wait_for(lambda: number not in self._open, max(0.0, timeout))
+        return self._wait_for(lambda: number not in self._open, timeout)
 
     def join(self, timeout: float) -> bool:
         """Wait until all tasks are finished. Return False after ``timeout`` seconds."""
-        _held.hand_over()
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._open, max(0.0, timeout))
+        return self._wait_for(lambda: not self._open, timeout)
+
+    def _wait_for(self, over: Callable[[], bool], timeout: float) -> bool:
+        self.awaited = timeout > 0.0
+        try:
+            _held.hand_over()
+            with self._lock:
+                return self._lock.wait_for(over, max(0.0, timeout))
+        finally:
+            self.awaited = False
 
     @property
     def is_current(self) -> bool:
@@ -151,6 +159,8 @@ class BackgroundWorker(Generic[T]):
             os.nice(_NICENESS if sys.platform == "linux" else 0)  # elsewhere it would apply to the whole process
         while (item := self._tasks.get()) is not None:
             number, task = item
+            _busy.add(self)
+            _change_turns(_USUAL_TURN, _SHORT_TURN)
             try:
                 result = TaskResult(number, task(), None)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread
@@ -160,6 +170,8 @@ class BackgroundWorker(Generic[T]):
             with self._lock:
                 self._open.discard(number)
                 self._lock.notify_all()
+            _busy.discard(self)
+            _change_turns(_SHORT_TURN, _SHORT_TURN if _busy else _USUAL_TURN)
 
     def _drop(self) -> None:
         """Drop the queued tasks, and stop the thread after the running one."""
@@ -192,6 +204,11 @@ def run_in_background(name: str, task: Callable[[], None]) -> None:
     worker = BackgroundWorker[None](name)
     worker.submit(run)
     worker.stop()
+
+
+def _change_turns(before: float, after: float) -> None:
+    if round(sys.getswitchinterval(), 6) == before:  # else the script has set it
+        sys.setswitchinterval(after)
 
 
 @cache

@@ -32,11 +32,12 @@ AbsolutePath = Annotated[str, Meta(pattern=r"^/", max_length=4096)]
 class Message(Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base of all messages."""
 
+    version: Natural = VERSION
+
 
 class Register(Message, frozen=True, kw_only=True, tag="hello"):
     """Registers a trainer, one rank of a job. ``epoch`` is the first it claimed, ``base`` its shared memory."""
 
-    version: Natural = VERSION
     pid: Natural
     rank: Natural
     world_size: Positive
@@ -62,33 +63,26 @@ class Unregister(Message, frozen=True, kw_only=True, tag="bye"):
 class AskStatus(Message, frozen=True, kw_only=True, tag="status"):
     """Asks for a :class:`Report`."""
 
-    version: Natural = VERSION
-
 
 class AskStop(Message, frozen=True, kw_only=True, tag="stop"):
     """Asks the daemon to finish a running rescue and exit; answered by :class:`ShuttingDown`."""
-
-    version: Natural = VERSION
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Accepts a trainer."""
 
-    version: Natural = VERSION
     pid: Natural
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """Refuses a request; the daemon then closes the connection."""
 
-    version: Natural = VERSION
     why: str
 
 
 class ShuttingDown(Message, frozen=True, kw_only=True, tag="leaving"):
     """The daemon exits on request or because it is idle; clients should not start another one."""
 
-    version: Natural = VERSION
     pid: Natural
 
 
@@ -120,7 +114,6 @@ class RescueReport(Struct, frozen=True, kw_only=True):
 class Report(Message, frozen=True, kw_only=True, tag="report"):
     """State of the daemon. ``port`` and ``url`` are those of its metrics, None if it serves none."""
 
-    version: Natural = VERSION
     pid: Natural
     base: str
     started: str

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from store.encoding import itemsize
+from store.encoding.base import DTYPES, itemsize
 from store.errors import DamagedError, UnsupportedError
 
 _TAG = "$"
@@ -52,11 +52,7 @@ _SUBCLASSED = (dict, list, tuple, set, frozenset, str, int, float, bytes)
 ToLeaf = Callable[[Any], Leaf | None]
 FromLeaf = Callable[[Leaf], Any]
 
-_NUMPY_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-    "uint32": "U32", "uint64": "U64", "uint16": "U16",
-}  # fmt: skip
+_NUMPY_NAMES = {in_numpy: name for name, in_numpy in DTYPES.items() if not name.startswith(("BF", "F8", "C"))}
 _NUMPY_TYPES = {name: np.dtype(numpy_name) for numpy_name, name in _NUMPY_NAMES.items()}
 
 

@@ -21,16 +21,12 @@ from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.identity import PLAIN_TENSORS, Identity, StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
+from store.encoding.base import DTYPES
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.schema import digest
 
-_TORCH_OF: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_TORCH_OF: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, in_torch in DTYPES.items()}
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.items()}
 
 

@@ -82,6 +82,7 @@ class SaveTask:
     check: SelfCheck | None = None
     notes: tuple[str, ...] = ()  # why no state of this step is exact
     beside: Callable[[Callable[[], None]], object] = lambda _: None  # hands work to another background thread
+    awaited: Callable[[], bool] = lambda: False  # whether training waits for the save, and so leaves a core to it
     owner: object = None  # stays alive until the save is over
     progress: Progress = field(default_factory=Progress)
 
@@ -153,12 +154,11 @@ def run_save(task: SaveTask) -> SaveResult:
             raise task.failure
         require_present(task.files, task.segment.save.epoch)
         units = [_Encoding(task, unit) for unit in task.staged]
-        segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
-        segment = task.finish(segment)
+        segment = task.finish(replace(task.segment, fragments=[one for unit in units for one in unit.fragments]))
         differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
         segment = replace(segment, differs=(*task.notes, *differs))
         written = time.monotonic()
-        with _beside(task.beside, [unit.record for unit in units if not unit.lossy]):
+        with _beside(task.beside, [unit.record for unit in units if task.awaited() and not unit.lossy]):
             write_segment(task.files, segment, lambda: [unit.record() for unit in units])
         task.progress.write_seconds = time.monotonic() - written
     if task.commit_plan is None:

@@ -283,7 +283,8 @@ class Saver:
         segment, finish, error = self._segment(save, decided)
         check = self.checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        rest = failure or error, check, (*self._notes, *self.checker.ranks.unlike), self._mover.submit, self.owner
+        notes = (*self._notes, *self.checker.ranks.unlike)
+        rest = failure or error, check, notes, self._mover.submit, lambda: self._writer.awaited, self.owner
         task = SaveTask(self._session.files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
@@ -378,8 +379,7 @@ class Saver:
             self.upkeep(self._session.mark_closed, "noting that the job was closed")
         self.flush(timeout)
         self._report_outcome()
-        self._pending = None if self._outcome else self._pending
-        self._closing = True
+        self._pending, self._closing = None if self._outcome else self._pending, True
         self._writer.stop()
         self._mover.stop()
         self._session.release()

@@ -3,6 +3,7 @@
 A fragment's encoded form is the concatenation of its independent encoded chunks, so that encoding, packing, differences
 and decoding stream in bounded memory. Bytes are little-endian, and so must the machine be."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,11 +98,15 @@ def check_size(encoding: Encoding, data: Bytes, numel: int, dtype: str) -> None:
         raise DamagedError(f"a chunk of {numel} {dtype} has {data.size} bytes; {encoding.name} needs {expected}")
 
 
-_ITEMSIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-    "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+"""Names of the dtypes in safetensors, and in torch and numpy."""
+
+_ITEMSIZE = {name: int(re.findall("[0-9]+", f"{name} 8")[0]) // 8 for name in DTYPES}  # most names tell the bits
 
 
 def itemsize(dtype: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -121,3 +122,47 @@ def test_what_is_called_once_is_called_once_by_all_threads_and_then_released() -
     for thread in threads:
         thread.join()
     assert results == [5] * 4 and len(calls) == 1 and held() is None
+
+
+def test_a_task_takes_short_turns_at_the_gil_and_the_usual_ones_come_back(writer: BackgroundWorker[float]) -> None:
+    usual, other = sys.getswitchinterval(), BackgroundWorker[float]("test-other")
+    numbers = writer.submit(sys.getswitchinterval), other.submit(sys.getswitchinterval)
+    assert writer.wait(numbers[0], 180) and other.wait(numbers[1], 180)
+    other.stop()
+    assert writer.finished()[0].result < usual / 10  # type: ignore[operator]
+    for _ in range(1800):  # the thread sets it after it has told of the task
+        if sys.getswitchinterval() == usual:
+            break
+        time.sleep(0.1)
+    assert sys.getswitchinterval() == usual
+
+
+def test_turns_that_the_script_has_set_stay(writer: BackgroundWorker[float]) -> None:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(0.02)
+    try:
+        number = writer.submit(sys.getswitchinterval)
+        assert writer.wait(number, 180)
+        assert writer.finished()[0].result == pytest.approx(0.02)
+        writer.stop()
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_a_worker_tells_whether_it_is_awaited(writer: BackgroundWorker[bool]) -> None:
+    go_on = threading.Event()
+
+    def asked() -> bool:
+        assert go_on.wait(180)
+        return writer.awaited
+
+    number = writer.submit(asked)
+    assert not writer.wait(number, 0.0)
+    threading.Timer(0.2, go_on.set).start()
+    assert writer.wait(number, 180)
+    assert writer.finished()[0].result is True and not writer.awaited
+    number = writer.submit(asked)
+    while not writer.wait(number, 0.0):
+        time.sleep(0.01)
+    assert writer.finished()[0].result is False

@@ -1,4 +1,6 @@
-"""Drift is measured by one thread while another one writes, and nothing of a save is under way once it is over."""
+"""Where training waits for a save, drift is measured by one thread while another one writes; else after it.
+
+Nothing of a save is under way once it is over."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from monitor.observe.sketch_meter import SketchMeter
 from store.errors import StorageError
-from tests.support.jobs import job
+from tests.support.jobs import Job, job
 
 
 class Threads:
@@ -32,19 +34,49 @@ class Threads:
         patch.setattr(SketchMeter, "measure", noted)
 
 
+def awaited(one: Job) -> None:
+    """Return once training waits for the save, if called by the thread that writes it."""
+    writer, until = one.ckpt._saver._writer, time.monotonic() + 60
+    while writer.is_current and not writer.awaited:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_units_are_measured_while_the_payload_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads, written = Threads(monkeypatch), threading.Event()
     with job(tmp_path / "s", every=1000) as one:
         one.ckpt.resume()
         one.step()
-        one.hook().before = lambda operation, path: operation != "write" or written.wait(60)
+
+        def before(operation: str, path: str) -> None:
+            awaited(one)
+            assert operation != "write" or written.wait(60)
+
+        def release() -> None:
+            while len(threads.names) < 3:  # ends only if they do not wait for the writing
+                time.sleep(0.01)
+            written.set()
+
+        one.hook().before = before
         threads.names.clear()
+        threading.Thread(target=release, daemon=True).start()
         assert one.ckpt.save().skipped is None
-        while len(threads.names) < 3:  # ends only if they do not wait for the writing
-            assert not written.wait(0.01)
-        written.set()
         one.ckpt.flush()
         assert "pages" in threads.names.values()
+
+
+def test_beside_training_the_thread_that_writes_measures_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training has one core of two then, and two threads of lower priority would take turns with it."""
+    threads = Threads(monkeypatch)
+    with job(tmp_path / "s", every=1000) as one:
+        one.ckpt.resume()
+        for _ in range(5):
+            one.step()
+            threads.names.clear()
+            assert one.ckpt.save().skipped is None
+            while not one.ckpt._saver.wait(0.0):
+                time.sleep(0.01)
+            assert set(threads.names.values()) == {"writer"}
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -59,6 +91,7 @@ def test_a_save_that_is_over_is_measured_no_more(tmp_path: Path, monkeypatch: py
         threads.until, entered = threading.Event(), threading.Event()
 
         def before(operation: str, path: str) -> None:
+            awaited(one)
             if operation == "write" and not entered.is_set():
                 entered.set()
                 threading.Timer(0.3, threads.until.set).start()
