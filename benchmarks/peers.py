@@ -35,6 +35,10 @@ from benchmarks.peers_savers import SAVERS
 from benchmarks.peers_table import figures, outcome_of_kill, outcome_of_load, page, reduced
 from benchmarks.ranks import ENVIRONMENT, HERE
 
+STEADY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 33), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+"""Memory that training frees stays with the process. Else page faults of its temporary tensors take up to 100 ms of
+three steps, at random, which hides what a save takes."""
+
 
 def places(tries: int) -> list[float]:
     """Shares of the largest file where a byte is flipped, and of the time to durable when the process is killed."""
@@ -179,7 +183,7 @@ class Worker:
         command = [str(bench.pythons[name]), str(HERE / "peers_worker.py"), mode, f"--peer={name}"]
         command += [f"--folder={folder / 'store'}", f"--out={self.out}", f"--megabytes={options.megabytes}"]
         command += [f"--rows={bench.rows}", f"--seconds={options.seconds}", f"--threads={options.threads}", *more]
-        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
+        environment = {**os.environ, **ENVIRONMENT, **STEADY, "OMP_NUM_THREADS": str(options.threads)}
         with self.log.open("wb") as log:
             self.process = psutil.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         self.until_time = time.monotonic() + options.patience

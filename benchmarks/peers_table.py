@@ -203,7 +203,8 @@ HOW = """## How it is measured
 
 - **In turns.** Each round starts one process a peer, one after the other, so that what slows the machine for a while
   slows all. Every process builds the same model from the same seed, chooses the same batch, and makes two saves that
-  are not counted. Peers run in environments of their own that see one torch.
+  are not counted. Peers run in environments of their own that see one torch. The C library does not give memory that
+  training frees back to the system (since 2026-11-30): page faults took up to 100 ms of three steps, at random.
 - **Stall**: what the training thread waits for: the call, and what the next optimizer step waits for copies.
 - **Training time lost**: steps from the call of a save until it is finished (three at least), less as many plain steps
   of the same process just before; in steps. It contains the stall and what the background takes from training.
