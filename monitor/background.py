@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
+from store.schema import short_turns
+
 T = TypeVar("T")
 
 _log = logging.getLogger("driftpoint")
@@ -29,11 +31,6 @@ _LOCKING = {"logging", "threading", "queue", "concurrent", "importlib", "_frozen
 _NICENESS = 10
 """Niceness of background threads. If training keeps all cores busy, they get about a tenth of a core, so a save slows
 training no more than one that another process writes."""
-
-_USUAL_TURN = round(sys.getswitchinterval(), 6)
-_SHORT_TURN = min(0.0002, _USUAL_TURN)
-"""Seconds that a task may keep the GIL from training, which wants it after every operation of torch."""
-_busy: set["BackgroundWorker[Any]"] = set()  # those that run a task now
 
 
 @dataclass(frozen=True)
@@ -159,19 +156,18 @@ class BackgroundWorker(Generic[T]):
             os.nice(_NICENESS if sys.platform == "linux" else 0)  # elsewhere it would apply to the whole process
         while (item := self._tasks.get()) is not None:
             number, task = item
-            _busy.add(self)
-            _change_turns(_USUAL_TURN, _SHORT_TURN)
             try:
+                short_turns.begin()
                 result = TaskResult(number, task(), None)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread
                 result = TaskResult(number, None, error)
+            finally:
+                short_turns.end()
             self._finished.put(result)
             del item, task, result  # frees what they refer to
             with self._lock:
                 self._open.discard(number)
                 self._lock.notify_all()
-            _busy.discard(self)
-            _change_turns(_SHORT_TURN, _SHORT_TURN if _busy else _USUAL_TURN)
 
     def _drop(self) -> None:
         """Drop the queued tasks, and stop the thread after the running one."""
@@ -204,11 +200,6 @@ def run_in_background(name: str, task: Callable[[], None]) -> None:
     worker = BackgroundWorker[None](name)
     worker.submit(run)
     worker.stop()
-
-
-def _change_turns(before: float, after: float) -> None:
-    if round(sys.getswitchinterval(), 6) == before:  # else the script has set it
-        sys.setswitchinterval(after)
 
 
 @cache

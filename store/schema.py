@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Annotated, Any, Self, TypeVar
@@ -30,35 +30,43 @@ _DIGEST_LENGTH = 32
 _FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
 
 
-class _Pause:
-    """Pauses the garbage collector while any thread asks for it, by ``gc.set_threshold(0)``. If a script turns the
-    collector off or on meanwhile, or sets thresholds, that stays in effect."""
+_NEAR = 2e-6  # the interpreter cuts a switch interval to whole microseconds
 
-    def __init__(self) -> None:
+
+class SharedSetting:
+    """A number that is lowered while any thread asks for it. What a script sets meanwhile stays in effect."""
+
+    def __init__(self, read: Callable[[], float], write: Callable[[float], object], wanted: float) -> None:
+        self._read, self._write, self._wanted = read, write, wanted
         self._lock, self._depth = threading.RLock(), 0  # reentrant, because a finalizer may run while it is held
-        self._threshold = 0  # the one to restore; 0: none
+        self._usual = 0.0  # the one to restore; 0: none
         os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:
         with self._lock:
             self._depth += 1
-            if threshold := gc.get_threshold()[0]:
-                self._threshold = threshold
-                gc.set_threshold(0)
+            if (now := self._read()) > self._wanted + _NEAR:
+                self._usual = now
+                self._write(self._wanted)
 
     def end(self) -> None:
         with self._lock:
             self._depth = max(0, self._depth - 1)
-            if not self._depth and self._threshold:
-                gc.set_threshold(gc.get_threshold()[0] or self._threshold)
-                self._threshold = 0
+            if not self._depth and self._usual:
+                if abs(self._read() - self._wanted) <= _NEAR:
+                    self._write(self._usual)
+                self._usual = 0.0
 
     def _forked(self) -> None:
         self._lock, self._depth = threading.RLock(), 0  # threads that had asked for it are not in this process
         self.end()
 
 
-_pause = _Pause()
+short_turns = SharedSetting(sys.getswitchinterval, lambda seconds: sys.setswitchinterval(seconds + 1e-7), 217e-6)
+"""Seconds that a thread may keep the GIL while another one wants it. Training wants it after every operation of torch,
+and would wait the usual 5 ms for each while a background thread runs Python."""
+
+_no_gc = SharedSetting(lambda: gc.get_threshold()[0], lambda threshold: gc.set_threshold(int(threshold)), 0)
 _FROZEN = gc.get_freeze_count()  # by Python 3.12 itself
 
 
@@ -69,13 +77,13 @@ def without_gc(*, lasting: bool = False) -> Iterator[None]:
     It runs after some hundred allocations, in any thread; a save of many tensors makes it traverse all objects again
     and again while training waits for the GIL. lasting: whether most new objects live long and need no traversal."""
     try:
-        _pause.begin()
+        _no_gc.begin()
         yield
     finally:
         if lasting and gc.get_freeze_count() <= _FROZEN:  # else the script froze its own
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
-        _pause.end()
+        _no_gc.end()
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

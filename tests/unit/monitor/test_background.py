@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -124,30 +126,70 @@ def test_what_is_called_once_is_called_once_by_all_threads_and_then_released() -
     assert results == [5] * 4 and len(calls) == 1 and held() is None
 
 
-def test_a_task_takes_short_turns_at_the_gil_and_the_usual_ones_come_back(writer: BackgroundWorker[float]) -> None:
-    usual, other = sys.getswitchinterval(), BackgroundWorker[float]("test-other")
-    numbers = writer.submit(sys.getswitchinterval), other.submit(sys.getswitchinterval)
-    assert writer.wait(numbers[0], 180) and other.wait(numbers[1], 180)
-    other.stop()
-    assert writer.finished()[0].result < usual / 10  # type: ignore[operator]
-    for _ in range(1800):  # the thread sets it after it has told of the task
-        if sys.getswitchinterval() == usual:
-            break
-        time.sleep(0.1)
-    assert sys.getswitchinterval() == usual
-
-
-def test_turns_that_the_script_has_set_stay(writer: BackgroundWorker[float]) -> None:
+@pytest.fixture
+def interval() -> Iterator[Callable[[float], None]]:
+    """Sets the interpreter's switch interval, until the test ends."""
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(0.02)
-    try:
-        number = writer.submit(sys.getswitchinterval)
-        assert writer.wait(number, 180)
-        assert writer.finished()[0].result == pytest.approx(0.02)
-        writer.stop()
-        assert sys.getswitchinterval() == pytest.approx(0.02)
-    finally:
-        sys.setswitchinterval(usual)
+    yield sys.setswitchinterval
+    sys.setswitchinterval(usual)
+
+
+def test_a_task_takes_short_turns_and_who_waited_for_it_has_the_usual_ones(writer: BackgroundWorker[float]) -> None:
+    usual = sys.getswitchinterval()
+    for _ in range(100):
+        assert writer.wait(writer.submit(sys.getswitchinterval), 180)
+        assert sys.getswitchinterval() == usual
+    assert all((one.result or 1.0) < usual / 10 for one in writer.finished())
+
+
+def test_turns_are_short_until_the_last_task_is_over(writer: BackgroundWorker[Any]) -> None:
+    usual, others = sys.getswitchinterval(), [BackgroundWorker[Any](f"test-{number}") for number in range(8)]
+    go_on = threading.Event()
+    number = writer.submit(lambda: go_on.wait(180))
+    for _ in range(200):
+        for worker in others:
+            worker.submit(lambda: None)
+    assert all(worker.join(180) for worker in others)
+    assert sys.getswitchinterval() < usual / 10
+    go_on.set()
+    assert writer.wait(number, 180) and sys.getswitchinterval() == usual
+    for worker in others:
+        worker.stop()
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.0001, 1e-7])
+def test_turns_of_the_script_come_back(
+    writer: BackgroundWorker[float], interval: Callable[[float], None], seconds: float
+) -> None:
+    """Below 1 µs, Python reports 0, which it does not take back."""
+    interval(seconds)
+    before = sys.getswitchinterval()
+    assert writer.wait(writer.submit(sys.getswitchinterval), 180)
+    assert sys.getswitchinterval() == before >= (writer.finished()[0].result or 0.0)
+
+
+def test_turns_that_a_script_sets_during_a_task_stay(
+    writer: BackgroundWorker[None], interval: Callable[[float], None]
+) -> None:
+    assert writer.wait(writer.submit(lambda: interval(0.0123)), 180)
+    assert sys.getswitchinterval() == pytest.approx(0.0123)
+
+
+def test_a_child_forked_during_a_task_takes_the_usual_turns(writer: BackgroundWorker[bool]) -> None:
+    usual, begun, go_on = sys.getswitchinterval(), threading.Event(), threading.Event()
+
+    def task() -> bool:
+        begun.set()
+        return go_on.wait(180)
+
+    number = writer.submit(task)
+    assert begun.wait(180)
+    child = os.fork()
+    if not child:
+        os._exit(0 if sys.getswitchinterval() == usual else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    go_on.set()
+    assert writer.wait(number, 180)
 
 
 def test_a_worker_tells_whether_it_is_awaited(writer: BackgroundWorker[bool]) -> None:
