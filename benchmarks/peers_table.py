@@ -206,8 +206,9 @@ HOW = """## How it is measured
   are not counted. Peers run in environments of their own that see one torch. The C library does not give memory that
   training frees back to the system (since 2026-11-30): page faults took up to 100 ms of three steps, at random.
 - **Stall**: what the training thread waits for: the call, and what the next optimizer step waits for copies.
-- **Training time lost**: steps from the call of a save until it is finished (three at least), less as many plain steps
-  of the same process just before; in steps. It contains the stall and what the background takes from training.
+- **Training time lost**: steps from the call of a save until it is finished and on the disk (three at least), less as
+  many plain steps of the same process just before; in steps. It contains the stall and what the background takes from
+  training. Where a peer leaves its bytes to the page cache, a thread calls fsync once it is done (since 2026-11-30).
 - **Slowest step**: the longest of those steps, the call of the save in the first, over a plain step.
 - **Time to durable**: a save with no training beside, then fsync of its files and folders, which costs nothing where
   the peer has done so; over a plain write of the same bytes with one fsync, in the same process.
