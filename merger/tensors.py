@@ -10,7 +10,7 @@ from store.encoding.base import DTYPES
 from store.errors import UnsupportedError
 from store.state_tree import Leaf
 
-_TORCH_OF: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, in_torch in DTYPES.items()}
+_TORCH_OF: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, (in_torch, _) in DTYPES.items()}
 _NAME_OF = {dtype: name for name, dtype in _TORCH_OF.items()}
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})  # means or sums of squares
 Implausible = Literal["NaN", "infinite values", "negative values"]

@@ -52,7 +52,7 @@ _SUBCLASSED = (dict, list, tuple, set, frozenset, str, int, float, bytes)
 ToLeaf = Callable[[Any], Leaf | None]
 FromLeaf = Callable[[Leaf], Any]
 
-_NUMPY_NAMES = {in_numpy: name for name, in_numpy in DTYPES.items() if not name.startswith(("BF", "F8", "C"))}
+_NUMPY_NAMES = {in_numpy: name for name, (in_numpy, _) in DTYPES.items() if not name.startswith(("BF", "F8", "C"))}
 _NUMPY_TYPES = {name: np.dtype(numpy_name) for numpy_name, name in _NUMPY_NAMES.items()}
 
 

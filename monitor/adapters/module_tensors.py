@@ -26,7 +26,7 @@ from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.schema import digest
 
-_TORCH_OF: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, in_torch in DTYPES.items()}
+_TORCH_OF: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, (in_torch, _) in DTYPES.items()}
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.items()}
 
 

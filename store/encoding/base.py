@@ -3,7 +3,6 @@
 A fragment's encoded form is the concatenation of its independent encoded chunks, so that encoding, packing, differences
 and decoding stream in bounded memory. Bytes are little-endian, and so must the machine be."""
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -99,21 +98,19 @@ def check_size(encoding: Encoding, data: Bytes, numel: int, dtype: str) -> None:
 
 
 DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "C64": ("complex64", 8),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
 }  # fmt: skip
-"""Names of the dtypes in safetensors, and in torch and numpy."""
-
-_ITEMSIZE = {name: int(re.findall("[0-9]+", f"{name} 8")[0]) // 8 for name in DTYPES}  # most names tell the bits
+"""By their names in safetensors: the names of dtypes in torch and numpy, and the bytes of an element."""
 
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element. Raises DamagedError for unknown dtypes."""
-    if dtype not in _ITEMSIZE:
-        raise DamagedError(f"dtype {dtype!r} is unknown; known are {', '.join(_ITEMSIZE)}")
-    return _ITEMSIZE[dtype]
+    if dtype not in DTYPES:
+        raise DamagedError(f"dtype {dtype!r} is unknown; known are {', '.join(DTYPES)}")
+    return DTYPES[dtype][1]
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class Raw(Encoding):
     lossless: bool = True
 
     def applies(self, dtype: str) -> bool:
-        return dtype in _ITEMSIZE
+        return dtype in DTYPES
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
         return numel * itemsize(dtype)
