@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -91,6 +92,9 @@ class Once(Generic[T]):
     finish = __call__
 
 
+Beside = Callable[[Iterable[Once[Any]]], AbstractContextManager[object]]  # another thread makes some of the calls
+
+
 class BackgroundWorker(Generic[T]):
     """Runs tasks in a background thread."""
 
@@ -138,6 +142,31 @@ class BackgroundWorker(Generic[T]):
                 return self._lock.wait_for(over, max(0.0, timeout))
         finally:
             self.awaited = False
+
+    @contextmanager
+    def share(self, helper: "BackgroundWorker[None]", calls: Iterable[Once[Any]]) -> Iterator[None]:
+        """Let ``helper`` make calls during the context, as many as it gets to while a thread waits for this worker.
+
+        At other times training needs the core. None is running afterwards."""
+        left, lock, over = deque(calls), threading.Lock(), threading.Event()
+
+        def work() -> None:
+            pause = 0.001
+            while left:
+                if self.awaited:
+                    with lock, suppress(Exception):  # the thread that needs the result calls again and raises
+                        left.popleft()()
+                elif not over.wait(pause):
+                    pause = min(2.0 * pause, 0.1)
+
+        helper.submit(work)
+        try:
+            yield
+        finally:
+            left.clear()
+            over.set()
+            with lock:  # the call that is under way
+                pass
 
     @property
     def is_current(self) -> bool:

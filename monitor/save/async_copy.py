@@ -19,7 +19,7 @@ import torch
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.identity import Integers, addresses_of, version_of
-from monitor.background import Once
+from monitor.background import Beside, Once
 from monitor.observe.units import LocalUnit
 from monitor.save.device_memory import LastViews, MemoryViews
 from monitor.save.torch_codecs import EncodedCopy
@@ -145,8 +145,8 @@ class AsyncCopy:
                 return
         self.finish()
 
-    def finish(self) -> None:
-        """Copy the host tensors, and return once every copy is complete. Later calls do nothing.
+    def finish(self, beside: Beside = nullcontext) -> None:
+        """Copy the host tensors, ``beside`` another thread, and return once all is complete. Later calls do nothing.
 
         So a CUDA graph may be captured at a later call: the capture would fail if a stream were waited for."""
         for device in () if self._done else self._devices:  # before the lock, for which let_change() would wait
@@ -156,16 +156,16 @@ class AsyncCopy:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
             try:
-                self._complete()
+                self._complete(beside)
             finally:
                 self._views, self._held, self._kept = None, lambda: True, []
 
-    def _complete(self) -> None:
+    def _complete(self, beside: Beside) -> None:
         for event in self._queued.values():
             event.synchronize()
         self._add_units()
         if self._tracked is not None:
-            self.torn = self._torn = not self._tracked.finish()
+            self.torn = self._torn = not self._tracked.finish(beside)
             return
         for source, buffer in self._host:
             buffer.copy_(source)
@@ -246,7 +246,7 @@ class WaveCopy(AsyncCopy):
         self._over: SaveError | None = None  # why no more waves are copied
         self._first = self._left = pieces[0][0] + 1 if pieces else 0  # number of waves, and of those not copied yet
 
-    def finish(self) -> None:
+    def finish(self, beside: Beside = nullcontext) -> None:
         """Do nothing: see :meth:`let_change` and :meth:`take`."""
 
     def let_change(self, timeout: float | None = None) -> None:

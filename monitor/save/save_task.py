@@ -6,13 +6,12 @@ staged copies, live tensors only to copy them, and calls no collective. Only ran
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from monitor.background import Once, run_in_background
+from monitor.background import Beside, Once, run_in_background
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
@@ -81,8 +80,7 @@ class SaveTask:
     failure: Exception | None
     check: SelfCheck | None = None
     notes: tuple[str, ...] = ()  # why no state of this step is exact
-    beside: Callable[[Callable[[], None]], object] = lambda _: None  # hands work to another background thread
-    awaited: Callable[[], bool] = lambda: False  # whether training waits for the save, and so leaves a core to it
+    beside: Beside = nullcontext
     owner: object = None  # stays alive until the save is over
     progress: Progress = field(default_factory=Progress)
 
@@ -148,7 +146,7 @@ def run_save(task: SaveTask) -> SaveResult:
     """Run a save. If it raises a DriftpointError, no commit was acknowledged."""
     began = time.monotonic()
     with closing(task.copying):
-        task.copying.finish()
+        task.copying.finish(task.beside)
         task.copying.require_whole()
         if task.failure is not None:
             raise task.failure
@@ -158,32 +156,12 @@ def run_save(task: SaveTask) -> SaveResult:
         differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
         segment = replace(segment, differs=(*task.notes, *differs))
         written = time.monotonic()
-        with _beside(task.beside, [unit.record for unit in units if task.awaited() and not unit.lossy]):
+        with task.beside([unit.record for unit in units if not unit.lossy]):
             write_segment(task.files, segment, lambda: [unit.record() for unit in units])
         task.progress.write_seconds = time.monotonic() - written
     if task.commit_plan is None:
         return SaveResult(None, time.monotonic() - began)
     return _commit(task, task.commit_plan, began)
-
-
-@contextmanager
-def _beside(submit: Callable[[Callable[[], None]], object], calls: Iterable[Once[MeasureRecord]]) -> Iterator[None]:
-    """Let another thread make calls during the context, as many as it gets to. None is running afterwards."""
-    left, lock = deque(calls), threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock, suppress(Exception):  # the thread that needs the result calls again and raises
-                if not left:
-                    return
-                left.popleft()()
-
-    submit(work)
-    try:
-        yield
-    finally:
-        with lock:
-            left.clear()
 
 
 def check_after_commit(task: SaveTask) -> None:

@@ -284,7 +284,7 @@ class Saver:
         check = self.checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
         notes = (*self._notes, *self.checker.ranks.unlike)
-        rest = failure or error, check, notes, self._mover.submit, lambda: self._writer.awaited, self.owner
+        rest = failure or error, check, notes, partial(self._writer.share, self._mover), self.owner
         task = SaveTask(self._session.files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
@@ -292,10 +292,8 @@ class Saver:
         self._outcome = None
         self._pending = _Pending(self._writer.submit(lambda: save_task.run_save(task)), task, frozenset(decided.saved))
         if plan is not None:
-            self.upkeep(
-                lambda: save_task.prune_after_commit(task, self._session.epoch),
-                f"tidying up after the commit of step {step}",
-            )
+            what = f"tidying up after the commit of step {step}"
+            self.upkeep(lambda: save_task.prune_after_commit(task, self._session.epoch), what)
             self._check_free_space()
         if check is not None:
             self.upkeep(lambda: save_task.check_after_commit(task), f"the self-check of step {step}")

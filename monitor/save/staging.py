@@ -209,7 +209,10 @@ class Stager:
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.
             measure = measure or self._meter.measure(part.unit, part.tensors)
-            encoded = self._encoded_copies(part, encoding, copies) if measure.finite else ()
+            if measure.finite:
+                sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
+                buffers = self._pool.take_bytes(part.unit, sizes, part.layout.regions.cuda)
+                encoded = tuple(map(EncodedCopy, part.tensors, repeat(encoding), buffers, copies))
         if encoded:
             copying.add_encoded(encoded)
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
@@ -274,10 +277,3 @@ class Stager:
         if self._encode == "saving" or (known := encoding_named(encoding)).lossless:
             return False
         return all(known.applies(dtype_name(dtype)) for dtype in part.layout.dtypes)
-
-    def _encoded_copies(
-        self, part: LocalUnit, encoding: str, copies: Sequence[torch.Tensor]
-    ) -> tuple[EncodedCopy, ...]:
-        sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
-        buffers = self._pool.take_bytes(part.unit, sizes, part.layout.regions.cuda)
-        return tuple(map(EncodedCopy, part.tensors, repeat(encoding), buffers, copies))

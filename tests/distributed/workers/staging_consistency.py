@@ -80,10 +80,10 @@ class Late:
         self._let = threading.Event()
         finish = AsyncCopy.finish
 
-        def finished(copying: AsyncCopy) -> None:
+        def finished(copying: AsyncCopy, *beside: Any) -> None:
             if threading.current_thread() is not threading.main_thread():
                 self._let.wait()
-            finish(copying)
+            finish(copying, *beside)
 
         AsyncCopy.finish = finished  # type: ignore[method-assign]
 

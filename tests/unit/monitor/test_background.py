@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -208,3 +209,150 @@ def test_a_worker_tells_whether_it_is_awaited(writer: BackgroundWorker[bool]) ->
     while not writer.wait(number, 0.0):
         time.sleep(0.01)
     assert writer.finished()[0].result is False
+
+
+@pytest.fixture
+def helper() -> Iterator[BackgroundWorker[None]]:
+    made: BackgroundWorker[None] = BackgroundWorker("test-helper")
+    yield made
+    made.stop()
+
+
+class Names:
+    """Calls that note which thread made each of them."""
+
+    def __init__(self, count: int) -> None:
+        self.of: dict[int, str] = {}
+        self.calls = [Once(partial(self.note, at)) for at in range(count)]
+
+    def note(self, at: int) -> int:
+        self.of[at] = threading.current_thread().name
+        time.sleep(0.001)
+        return at
+
+
+def test_calls_are_shared_while_a_thread_waits(writer: BackgroundWorker[Any], helper: BackgroundWorker[None]) -> None:
+    names = Names(40)
+
+    def task() -> list[int]:
+        until = time.monotonic() + 60
+        with writer.share(helper, names.calls):
+            while not names.of:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            return [call() for call in reversed(names.calls)]
+
+    assert writer.wait(writer.submit(task), 180)
+    assert writer.finished()[0].result == list(reversed(range(40)))
+    assert set(names.of.values()) == {"test-writer", "test-helper"}
+    assert names.of[0] == "test-helper" and names.of[39] == "test-writer"
+
+
+def test_no_call_is_shared_while_no_thread_waits(writer: BackgroundWorker[Any], helper: BackgroundWorker[None]) -> None:
+    names = Names(40)
+
+    def task() -> None:
+        with writer.share(helper, names.calls):
+            time.sleep(0.3)
+            for call in names.calls:
+                call()
+
+    number = writer.submit(task)
+    while not writer.wait(number, 0.0):
+        time.sleep(0.01)
+    assert writer.finished()[0].error is None
+    assert set(names.of.values()) == {"test-writer"}
+    assert helper.join(60)  # it waits for nothing any more
+
+
+def test_calls_are_shared_no_more_once_the_wait_is_over(
+    writer: BackgroundWorker[Any], helper: BackgroundWorker[None]
+) -> None:
+    names, go_on = Names(10_000), threading.Event()
+
+    def task() -> None:
+        with writer.share(helper, names.calls):
+            assert go_on.wait(180)
+
+    number = writer.submit(task)
+    while not names.of:
+        assert not writer.wait(number, 0.01)
+    time.sleep(0.1)  # for the call that was under way
+    made = len(names.of)
+    time.sleep(0.3)
+    assert len(names.of) == made < 10_000
+    assert not writer.wait(number, 0.3)
+    assert len(names.of) > made
+    go_on.set()
+    assert writer.wait(number, 180)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_shared_call_is_under_way_afterwards(
+    writer: BackgroundWorker[Any], helper: BackgroundWorker[None], fails: bool
+) -> None:
+    began, under_way = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        under_way.set()
+        began.set()
+        time.sleep(0.3)
+        under_way.clear()
+
+    names = Names(3)
+
+    def task() -> None:
+        with writer.share(helper, [Once(slow), *names.calls]):
+            assert began.wait(60)
+            if fails:
+                raise OSError("no")
+
+    number = writer.submit(task)
+    assert writer.wait(number, 180)
+    assert began.is_set() and not under_way.is_set()
+    time.sleep(0.1)
+    assert not names.of
+    assert isinstance(writer.finished()[0].error, OSError if fails else type(None))
+
+
+def test_what_a_shared_call_raises_is_raised_by_the_thread_that_needs_it(
+    writer: BackgroundWorker[Any], helper: BackgroundWorker[None]
+) -> None:
+    tried: list[str] = []
+
+    def bad() -> None:
+        tried.append(threading.current_thread().name)
+        raise ValueError("no")
+
+    def task() -> None:
+        once, until = Once(bad), time.monotonic() + 60
+        with writer.share(helper, [once]):
+            while not tried:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+            once()
+
+    assert writer.wait(writer.submit(task), 180)
+    assert isinstance(writer.finished()[0].error, ValueError)
+    assert tried == ["test-helper", "test-writer"]
+    assert helper.join(60) and helper.finished()[0].error is None
+
+
+def test_a_helper_that_never_runs_keeps_nobody(writer: BackgroundWorker[Any], helper: BackgroundWorker[None]) -> None:
+    """It hangs in another task, say."""
+    names, go_on = Names(5), threading.Event()
+
+    def hang() -> None:
+        assert go_on.wait(180)
+
+    helper.submit(hang)
+
+    def task() -> list[int]:
+        with writer.share(helper, names.calls):
+            return [call() for call in names.calls]
+
+    assert writer.wait(writer.submit(task), 180)
+    assert writer.finished()[0].result == list(range(5)) and set(names.of.values()) == {"test-writer"}
+    go_on.set()
+    assert helper.join(60)
+    assert set(names.of.values()) == {"test-writer"}

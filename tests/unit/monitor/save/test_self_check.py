@@ -285,8 +285,8 @@ def test_a_copy_that_is_wrong(store: Path, logged: pytest.LogCaptureFixture, mon
         copies.extend(buffers())
         added(self, part, addresses, buffers)
 
-    def finish(self: Any) -> None:
-        kept(self)
+    def finish(self: Any, *beside: Any) -> None:
+        kept(self, *beside)
         for buffer in copies:
             if buffer.numel() > 100_000:
                 buffer[-1] = 123.0

@@ -447,3 +447,31 @@ def test_a_save_that_could_not_begin_keeps_the_next_copy_from_nothing(
     assert tracker is not None and tracker.in_use.acquire(blocking=False)
     tracker.in_use.release()
     one.ckpt.close(save=False)
+
+
+@tracked_only
+@pytest.mark.parametrize("waits", [True, False])
+def test_two_threads_copy_where_training_waits_for_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Elsewhere the second one would take a core from training."""
+    one, threads, real = Job(tmp_path / "s"), set[str](), WriteTracker.copy_all
+    one.step()
+
+    def copy_all(*given: Any) -> None:
+        threads.add(threading.current_thread().name)
+        time.sleep(0.05)
+        real(*given)
+
+    monkeypatch.setattr(WriteTracker, "copy_all", copy_all)
+    one.backward()
+    one.optimizer.step()
+    one.ckpt.step()
+    decided = one.state()
+    while not (waits or saver_of(one.ckpt).wait(0.0)):
+        time.sleep(0.01)
+    one.ckpt.flush()
+    assert threads == {"driftpoint-writer-0", *(["driftpoint-pages-0"] if waits else [])}
+    one.ckpt.close(save=False)
+    assert committed_steps(tmp_path / "s") == [1, 2]
+    assert same(committed(tmp_path / "s"), decided)
