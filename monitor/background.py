@@ -13,9 +13,8 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Generic, TypeVar
@@ -87,12 +86,17 @@ class Once(Generic[T]):
             if self._todo:
                 self._results.append(self._todo[0]())
                 self._todo.clear()  # frees what the function refers to
-            return self._results[0]
+            return self._results[-1]  # of the last call, if an exception came after one
 
     finish = __call__
 
 
-Beside = Callable[[Iterable[Once[Any]]], AbstractContextManager[object]]  # another thread makes some of the calls
+Beside = Callable[[Iterable[Once[Any]], Callable[[], Any]], Any]  # :meth:`BackgroundWorker.share` with a helper
+
+
+def alone(_: Iterable[Once[Any]], own: Callable[[], T]) -> T:
+    """Share no call with another thread."""
+    return own()
 
 
 class BackgroundWorker(Generic[T]):
@@ -143,25 +147,24 @@ class BackgroundWorker(Generic[T]):
         finally:
             self.awaited = False
 
-    @contextmanager
-    def share(self, helper: "BackgroundWorker[None]", calls: Iterable[Once[Any]]) -> Iterator[None]:
-        """Let ``helper`` make calls during the context, as many as it gets to while a thread waits for this worker.
+    def share(self, helper: "BackgroundWorker[None]", calls: Iterable[Once[Any]], own: Callable[[], Any]) -> Any:
+        """Return ``own()``. While a thread waits for this worker, ``helper`` makes calls beside it, the last one first.
 
-        At other times training needs the core. None is running afterwards."""
-        left, lock, over = deque(calls), threading.Lock(), threading.Event()
+        At other times training needs the core. No call is under way afterwards."""
+        left, lock, over = [*calls], threading.Lock(), threading.Event()
 
         def work() -> None:
             pause = 0.001
             while left:
                 if self.awaited:
                     with lock, suppress(Exception):  # the thread that needs the result calls again and raises
-                        left.popleft()()
+                        left.pop()()
                 elif not over.wait(pause):
                     pause = min(2.0 * pause, 0.1)
 
-        helper.submit(work)
         try:
-            yield
+            helper.submit(work)
+            return own()
         finally:
             left.clear()
             over.set()

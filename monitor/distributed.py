@@ -185,7 +185,7 @@ class AsyncSum:
         group, work, self._group, self._work = self._group, self._work, None, None
         if group is not None and work is not None and not work.is_completed():
             with suppress(RuntimeError):  # at exit, no thread can be started
-                run_in_background("driftpoint-leave", partial(_leave, group, work))
+                run_in_background("driftpoint-leave", partial(_destroy, group, work))
         elif group is not None:
             _destroy(group)
 
@@ -213,17 +213,13 @@ def _message(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.ljust(_LENGTH + size, b"\0")), dtype=torch.uint8)
 
 
-def _leave(group: dist.ProcessGroup, work: dist.Work) -> None:
-    """Destroy the group once its work is over: before, that would hold the interpreter.
+def _destroy(group: dist.ProcessGroup, work: dist.Work | None = None) -> None:
+    """Close the group's connections, and end its threads once the caller drops it.
 
-    It never waits in C++, where a thread that is left at exit aborts the process."""
-    while not work.is_completed():
+    Not before ``work`` is over, which would hold the interpreter. It never waits in C++, where a thread that is left at
+    exit aborts the process."""
+    while work is not None and not work.is_completed():
         time.sleep(_POLL)
-    _destroy(group)
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    """Close the group's connections, and end its threads once the caller drops it."""
     with suppress(ValueError):  # the job destroyed all groups
         dist.destroy_process_group(group)
 

@@ -19,7 +19,7 @@ import torch
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.identity import Integers, addresses_of, version_of
-from monitor.background import Beside, Once
+from monitor.background import Beside, Once, alone
 from monitor.observe.units import LocalUnit
 from monitor.save.device_memory import LastViews, MemoryViews
 from monitor.save.torch_codecs import EncodedCopy
@@ -145,7 +145,7 @@ class AsyncCopy:
                 return
         self.finish()
 
-    def finish(self, beside: Beside = nullcontext) -> None:
+    def finish(self, beside: Beside = alone) -> None:
         """Copy the host tensors, ``beside`` another thread, and return once all is complete. Later calls do nothing.
 
         So a CUDA graph may be captured at a later call: the capture would fail if a stream were waited for."""
@@ -246,7 +246,7 @@ class WaveCopy(AsyncCopy):
         self._over: SaveError | None = None  # why no more waves are copied
         self._first = self._left = pieces[0][0] + 1 if pieces else 0  # number of waves, and of those not copied yet
 
-    def finish(self, beside: Beside = nullcontext) -> None:
+    def finish(self, beside: Beside = alone) -> None:
         """Do nothing: see :meth:`let_change` and :meth:`take`."""
 
     def let_change(self, timeout: float | None = None) -> None:

@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from monitor.background import Beside, Once, run_in_background
+from monitor.background import Beside, Once, alone, run_in_background
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
@@ -80,7 +80,7 @@ class SaveTask:
     failure: Exception | None
     check: SelfCheck | None = None
     notes: tuple[str, ...] = ()  # why no state of this step is exact
-    beside: Beside = nullcontext
+    beside: Beside = alone
     owner: object = None  # stays alive until the save is over
     progress: Progress = field(default_factory=Progress)
 
@@ -156,8 +156,8 @@ def run_save(task: SaveTask) -> SaveResult:
         differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
         segment = replace(segment, differs=(*task.notes, *differs))
         written = time.monotonic()
-        with task.beside([unit.record for unit in units if not unit.lossy]):
-            write_segment(task.files, segment, lambda: [unit.record() for unit in units])
+        write = partial(write_segment, task.files, segment, lambda: [unit.record() for unit in units])
+        task.beside([unit.record for unit in units if not unit.lossy], write)
         task.progress.write_seconds = time.monotonic() - written
     if task.commit_plan is None:
         return SaveResult(None, time.monotonic() - began)

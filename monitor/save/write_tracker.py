@@ -17,7 +17,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from monitor.adapters.identity import Integers, MemoryRegions
-from monitor.background import Beside, Once
+from monitor.background import Beside, Once, alone
 from monitor.observe.units import LocalUnit, UnitLayout
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
@@ -251,7 +251,7 @@ class TrackedCopy:
             self._end()
             raise
 
-    def finish(self, beside: Beside = nullcontext) -> bool:
+    def finish(self, beside: Beside = alone) -> bool:
         """Copy the rest. Return whether the copies hold the values that the sources had in the beginning.
 
         They do not if a storage got other memory meanwhile, as by ``share_memory_()`` or ``resize_()``."""
@@ -261,8 +261,7 @@ class TrackedCopy:
                 _move(target, at, size)
                 at += size
             calls = [Once(partial(self._copy_block, one)) for one in self._blocks]
-            with beside(calls):  # the other thread begins with the first
-                whole = all([call() for call in reversed(calls)])  # noqa: C419 - all memory is to be unprotected
+            whole = beside(calls, lambda: all(call() for call in calls))
             whole = whole and self._places == list(map(torch.UntypedStorage.data_ptr, self._storages))
             for pages in self._protected:  # once all are known: blocks may share pages
                 self._tracker.unprotect(pages)

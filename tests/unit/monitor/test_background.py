@@ -145,8 +145,14 @@ def test_a_task_takes_short_turns_and_who_waited_for_it_has_the_usual_ones(write
 
 def test_turns_are_short_until_the_last_task_is_over(writer: BackgroundWorker[Any]) -> None:
     usual, others = sys.getswitchinterval(), [BackgroundWorker[Any](f"test-{number}") for number in range(8)]
-    go_on = threading.Event()
-    number = writer.submit(lambda: go_on.wait(180))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def task() -> None:
+        begun.set()
+        assert go_on.wait(180)
+
+    number = writer.submit(task)
+    assert begun.wait(180)
     for _ in range(200):
         for worker in others:
             worker.submit(lambda: None)
@@ -234,47 +240,54 @@ class Names:
 def test_calls_are_shared_while_a_thread_waits(writer: BackgroundWorker[Any], helper: BackgroundWorker[None]) -> None:
     names = Names(40)
 
-    def task() -> list[int]:
+    def own() -> list[int]:
         until = time.monotonic() + 60
-        with writer.share(helper, names.calls):
-            while not names.of:
-                assert time.monotonic() < until
-                time.sleep(0.001)
-            return [call() for call in reversed(names.calls)]
+        while not names.of:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return [call() for call in names.calls]
 
-    assert writer.wait(writer.submit(task), 180)
-    assert writer.finished()[0].result == list(reversed(range(40)))
+    assert writer.wait(writer.submit(lambda: writer.share(helper, names.calls, own)), 180)
+    assert writer.finished()[0].result == list(range(40))
     assert set(names.of.values()) == {"test-writer", "test-helper"}
-    assert names.of[0] == "test-helper" and names.of[39] == "test-writer"
+    assert names.of[0] == "test-writer" and names.of[39] == "test-helper"
 
 
-def test_no_call_is_shared_while_no_thread_waits(writer: BackgroundWorker[Any], helper: BackgroundWorker[None]) -> None:
-    names = Names(40)
+def test_no_call_is_shared_while_no_thread_waits(
+    writer: BackgroundWorker[Any], helper: BackgroundWorker[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one does is asked often at first, then ten times a second, until the end."""
+    names, real, pauses, events = Names(10), threading.Event.wait, list[float | None](), set[threading.Event]()
 
-    def task() -> None:
-        with writer.share(helper, names.calls):
-            time.sleep(0.3)
-            for call in names.calls:
-                call()
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "test-helper":
+            pauses.append(timeout)
+            events.add(event)
+        return real(event, timeout)
 
-    number = writer.submit(task)
+    def own() -> None:
+        until = time.monotonic() + 60
+        while len(pauses) < 10:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for call in names.calls:
+            call()
+
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    number = writer.submit(lambda: writer.share(helper, names.calls, own))
     while not writer.wait(number, 0.0):
         time.sleep(0.01)
     assert writer.finished()[0].error is None
     assert set(names.of.values()) == {"test-writer"}
-    assert helper.join(60)  # it waits for nothing any more
+    assert helper.join(60) and all(event.is_set() for event in events)
+    assert pauses[:8] == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.1] and set(pauses[8:]) == {0.1}
 
 
 def test_calls_are_shared_no_more_once_the_wait_is_over(
     writer: BackgroundWorker[Any], helper: BackgroundWorker[None]
 ) -> None:
     names, go_on = Names(10_000), threading.Event()
-
-    def task() -> None:
-        with writer.share(helper, names.calls):
-            assert go_on.wait(180)
-
-    number = writer.submit(task)
+    number = writer.submit(lambda: writer.share(helper, names.calls, lambda: go_on.wait(180)))
     while not names.of:
         assert not writer.wait(number, 0.01)
     time.sleep(0.1)  # for the call that was under way
@@ -299,20 +312,42 @@ def test_no_shared_call_is_under_way_afterwards(
         time.sleep(0.3)
         under_way.clear()
 
+    def own() -> None:
+        assert began.wait(60)
+        if fails:
+            raise OSError("no")
+
     names = Names(3)
-
-    def task() -> None:
-        with writer.share(helper, [Once(slow), *names.calls]):
-            assert began.wait(60)
-            if fails:
-                raise OSError("no")
-
-    number = writer.submit(task)
-    assert writer.wait(number, 180)
+    assert writer.wait(writer.submit(lambda: writer.share(helper, [*names.calls, Once(slow)], own)), 180)
     assert began.is_set() and not under_way.is_set()
     time.sleep(0.1)
     assert not names.of
     assert isinstance(writer.finished()[0].error, OSError if fails else type(None))
+
+
+def test_no_call_is_shared_where_handing_over_fails(
+    writer: BackgroundWorker[Any], helper: BackgroundWorker[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of the interpreter, where threads are told to exit."""
+    names, submit = Names(5), helper.submit
+
+    def exits(task: Any) -> int:
+        submit(task)
+        raise SystemExit
+
+    monkeypatch.setattr(helper, "submit", exits)
+
+    def task() -> None:
+        try:
+            writer.share(helper, names.calls, lambda: None)
+        finally:
+            made = dict(names.of)
+            time.sleep(0.3)
+            assert names.of == made
+
+    number = writer.submit(task)
+    assert writer.wait(number, 180)
+    assert isinstance(writer.finished()[0].error, SystemExit)
 
 
 def test_what_a_shared_call_raises_is_raised_by_the_thread_that_needs_it(
@@ -324,18 +359,36 @@ def test_what_a_shared_call_raises_is_raised_by_the_thread_that_needs_it(
         tried.append(threading.current_thread().name)
         raise ValueError("no")
 
-    def task() -> None:
-        once, until = Once(bad), time.monotonic() + 60
-        with writer.share(helper, [once]):
-            while not tried:
-                assert time.monotonic() < until
-                time.sleep(0.001)
-            once()
+    once = Once(bad)
 
-    assert writer.wait(writer.submit(task), 180)
+    def own() -> None:
+        until = time.monotonic() + 60
+        while not tried:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        once()
+
+    assert writer.wait(writer.submit(lambda: writer.share(helper, [once], own)), 180)
     assert isinstance(writer.finished()[0].error, ValueError)
     assert tried == ["test-helper", "test-writer"]
     assert helper.join(60) and helper.finished()[0].error is None
+
+
+def test_the_result_of_the_last_call_counts() -> None:
+    """An exception may come after a call and before its result is kept for good."""
+
+    class Interrupted(list[Any]):
+        def append(self, result: Any) -> None:
+            super().append(result)
+            if len(self) == 1:
+                raise SystemExit
+
+    results = iter([True, False])
+    once = Once(lambda: next(results))
+    once._results = Interrupted()
+    with pytest.raises(SystemExit):
+        once()
+    assert once() is False and once() is False
 
 
 def test_a_helper_that_never_runs_keeps_nobody(writer: BackgroundWorker[Any], helper: BackgroundWorker[None]) -> None:
@@ -345,13 +398,11 @@ def test_a_helper_that_never_runs_keeps_nobody(writer: BackgroundWorker[Any], he
     def hang() -> None:
         assert go_on.wait(180)
 
+    def own() -> list[int]:
+        return [call() for call in names.calls]
+
     helper.submit(hang)
-
-    def task() -> list[int]:
-        with writer.share(helper, names.calls):
-            return [call() for call in names.calls]
-
-    assert writer.wait(writer.submit(task), 180)
+    assert writer.wait(writer.submit(lambda: writer.share(helper, names.calls, own)), 180)
     assert writer.finished()[0].result == list(range(5)) and set(names.of.values()) == {"test-writer"}
     go_on.set()
     assert helper.join(60)
