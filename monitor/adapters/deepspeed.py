@@ -1,6 +1,6 @@
 """Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple
 from typing import Any
 
@@ -60,9 +60,9 @@ def _check_parallelism(engine: Any, stages: int) -> None:
         raise UnsupportedError("ZenFlow is not supported; remove zero_optimization.zenflow")
 
 
-def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
+def engine_facts(adapter: "Stage0Adapter | deepspeed_base.ZeroAdapter") -> dict[str, Any]:
     """Return the JSON values that a writer of DeepSpeed's own files needs from an engine of any stage."""
-    optimizer = engine.optimizer
+    engine, inventory, optimizer = adapter.engine, adapter._inventory, adapter.engine.optimizer
     return {
         "framework": "deepspeed",
         "ds_version": str(deepspeed.__version__),
@@ -77,16 +77,18 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
         "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
         "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
         "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
-        "state_dict_names": inventory.state_dict_names(),
-        # As in DeepSpeed: all parameters that its optimizer wrappers leave out, those without elements too.
-        "frozen": [
-            fqn
-            for fqn, parameter in inventory.parameters().items()
-            if not parameter.requires_grad or not getattr(parameter, "ds_numel", parameter.numel())
-        ],
-        "buffer_names": list(engine._get_buffer_names()),
-        "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
-    }
+        **adapter._keep("names in files", lambda: {
+            "state_dict_names": inventory.state_dict_names(),
+            # As in DeepSpeed: all parameters that its optimizer wrappers leave out, those without elements too.
+            "frozen": [
+                fqn
+                for fqn, parameter in inventory.parameters().items()
+                if not parameter.requires_grad or not getattr(parameter, "ds_numel", parameter.numel())
+            ],
+            "buffer_names": list(engine._get_buffer_names()),
+            "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
+        }),
+    }  # fmt: skip
 
 
 class Stage0Adapter(deepspeed_base.EngineAdapter, PyTorchAdapter):
@@ -116,7 +118,7 @@ class Stage0Adapter(deepspeed_base.EngineAdapter, PyTorchAdapter):
         deepspeed_base.load_engine_state(self.engine, state)
 
     def layout_facts(self) -> dict[str, Any]:
-        return {**super().layout_facts(), **engine_facts(self.engine, self._inventory)}
+        return {**super().layout_facts(), **engine_facts(self)}
 
 
 class PipelineAdapter(Stage0Adapter):
@@ -225,29 +227,30 @@ class Zero12Adapter(_JournalAdapter):
 
     def _facts(self) -> dict[str, Any]:
         return {
-            **engine_facts(self.engine, self._inventory),
+            **engine_facts(self),
             "partition_count": [int(count) for count in self._zero.partition_count],
             "nccl_start_alignment_factor": int(self._zero.nccl_start_alignment_factor),
             "round_robin_gradients": bool(getattr(self._zero, "round_robin_gradients", False)),
             "param_alignment_paddings": [
                 [int(padding) for padding in group] for group in getattr(self._zero, "round_robin_bit16_padding", [])
             ],
-            "param_groups": [self._group_facts(index) for index in range(len(self._lists()))],
+            "param_groups": self._keep("group facts", self._group_facts),
         }
 
-    def _group_facts(self, index: int) -> dict[str, Any]:
-        names, (params, working, masters) = self._inventory.names(), self._lists()[index]
-        placed = _in_memory_order(params, working, names)
-        size, count = masters.numel(), int(self._zero.partition_count[index])
-        end = placed[-1][1] + placed[-1][2]
-        return {
-            "params": [names.of(parameter, "ZeRO") for parameter in params],
-            "layout": [{"fqn": fqn, "offset": offset, "numel": numel} for fqn, offset, numel in placed],
-            "flat_numel": working.numel(),
-            "partition_size": size,
-            # Elements behind the last parameter, on each rank.
-            "group_paddings": [min(size, max(0, (rank + 1) * size - end)) for rank in range(count)],
-        }
+    def _group_facts(self) -> list[dict[str, Any]]:
+        names, facts = self._inventory.names(), list[dict[str, Any]]()
+        for (params, working, masters), count in zip(self._lists(), self._zero.partition_count, strict=True):
+            placed, size = _in_memory_order(params, working, names), masters.numel()
+            end = placed[-1][1] + placed[-1][2]
+            facts.append({
+                "params": [names.of(parameter, "ZeRO") for parameter in params],
+                "layout": [{"fqn": fqn, "offset": offset, "numel": numel} for fqn, offset, numel in placed],
+                "flat_numel": working.numel(),
+                "partition_size": size,
+                # Elements behind the last parameter, on each rank.
+                "group_paddings": [min(size, max(0, (rank + 1) * size - end)) for rank in range(int(count))],
+            })  # fmt: skip
+        return facts
 
     def _attributes(self) -> tuple[str, str, str]:
         """Return the names of the lists of parameters, flat working weights and master partitions."""
@@ -296,9 +299,7 @@ class Zero3Adapter(_JournalAdapter):
         masters: Sequence[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
         return masters
 
-    def _slices(self) -> Sequence[torch.Tensor]:
-        parameters: Iterable[Any] = self.module.parameters()
-        return [parameter.ds_tensor for parameter in parameters]
+    memory_of = staticmethod(lambda tensor: getattr(tensor, "ds_tensor", tensor))  # one gathered each step moves
 
     def finish_load(self) -> None:
         # Release gathered parameters, whose values are from before the load; cast the working slices from the masters;
@@ -365,10 +366,10 @@ class Zero3Adapter(_JournalAdapter):
 
     def _facts(self) -> dict[str, Any]:
         return {
-            **engine_facts(self.engine, self._inventory),
+            **engine_facts(self),
             "partition_count": int(self._zero.partition_count),
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
-            "sub_groups": [
+            "sub_groups": self._keep("sub-groups", lambda: [
                 {
                     "params": list(flat.fqns),
                     "param_group": flat.group,
@@ -376,8 +377,8 @@ class Zero3Adapter(_JournalAdapter):
                     "flat_numel": sum(slices),
                 }
                 for flat, params in zip(self.flats(), self._zero.fp16_groups, strict=True)
-            ],
-        }
+            ]),
+        }  # fmt: skip
 
 
 def _local_slice(parameter: Any) -> tuple[int, int]:

@@ -177,13 +177,14 @@ class ZeroAdapter(EngineAdapter, ABC):
     """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
     state_is_private = True
+    memory_of: Callable[[Any], Any] | None = None  # see :class:`IdentityReader`
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
-        self._reader, self.hooks = IdentityReader(), list[Hook]()
+        self._reader, self.hooks = IdentityReader(self.memory_of), list[Hook]()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
@@ -204,10 +205,6 @@ class ZeroAdapter(EngineAdapter, ABC):
     @abstractmethod
     def _masters(self) -> Sequence[torch.Tensor]:
         """Return the tensors of :meth:`_flats`."""
-
-    def _slices(self) -> Sequence[torch.Tensor]:
-        """Return this rank's own slices of parameters, if each has one."""
-        return ()
 
     @abstractmethod
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
@@ -277,7 +274,7 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def _read_identity(self) -> Identity | None:
         try:
-            return self._reader.read(self.module, self._base_optimizer, [*self._masters(), *self._slices()])
+            return self._reader.read(self.module, self._base_optimizer, self._masters())
         except Exception:  # noqa: BLE001 - an unusual module or tensor: listing it anew raises a clear error
             return None
 
@@ -402,9 +399,11 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def layout_facts(self) -> dict[str, Any]:
         facts = self._facts()
-        for group, live in zip(facts["param_groups"], self._base_optimizer.param_groups, strict=True):
-            group["hyper"] = as_json({key: value for key, value in live.items() if key != "params"})
-        return facts
+        hyper = [
+            {key: one for key, one in live.items() if key != "params"} for live in self._base_optimizer.param_groups
+        ]
+        groups = zip(facts["param_groups"], as_json(hyper), strict=True)
+        return {**facts, "param_groups": [{**group, "hyper": values} for group, values in groups]}
 
     # ---- shared by all stages
 

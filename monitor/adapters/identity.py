@@ -83,7 +83,7 @@ class Identity:
 class IdentityReader:
     """Reads the identity of a module and its optimizer again and again, and recognizes an unchanged layout.
 
-    ``memory_of`` returns this rank's memory of a tensor, if that is not the tensor itself."""
+    ``memory_of`` returns the memory that a tensor has on this rank, if that is not its own."""
 
     def __init__(self, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self._memory_of = memory_of
@@ -111,6 +111,7 @@ class IdentityReader:
         groups = [group["params"] for group in optimizer.param_groups]
         grouped = list(chain.from_iterable(groups))
         live = [value for value in chain(parameters.values, buffers.values) if value is not None] + slots
+        live = list(dict(zip(map(id, live), live, strict=True)).values())  # a tied one once, or the guard refuses it
         memory = live if self._memory_of is None else list(map(self._memory_of, live))
         layout: Sequence[Any] = [
             module_types,

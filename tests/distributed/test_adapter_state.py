@@ -14,7 +14,7 @@ from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-TRIP = ("cover", "load", "working", "losses", "end")
+TRIP = ("cover", "listed once", "load", "working", "losses", "end")
 ZERO = (
     "zero1-bf16",
     "zero1-fp32-round-robin",

@@ -200,6 +200,12 @@ def same_losses(one: list[float], other: list[float]) -> list[str]:
     return [] if one == other else [f"losses {one} and {other}"]
 
 
+def layout(adapter: Adapter) -> Any:
+    """What the lists of a decision depend on: the same object as long as a job has the same tensors."""
+    identity = adapter.identity()
+    return None if identity is None else identity.layout
+
+
 def round_trip(
     case: str,
     build: Callable[[int], tuple[Adapter, Callable[[range], list[float]]]],
@@ -215,7 +221,11 @@ def round_trip(
     uncovered = [] if slots is None else coverage(adapter, all_owned(adapter), slots)
     report(case, "cover", *uncovered, *held_is_live(adapter))
     saved, weights = take(adapter), working(adapter)
+    layouts = [layout(adapter)]
     losses, end = train(range(3, 8)), take(adapter)
+    layouts += [layout(adapter), train(range(8, 10)) and layout(adapter)]
+    changed = [f"at point {at}" for at, one in enumerate(layouts) if one is None or one is not layouts[0]]
+    report(case, "listed once", *changed)
 
     fresh, train_again = build(1)
     unlike = [] if differences(saved, take(fresh)) else ["the fresh model is the trained one: this proves nothing"]

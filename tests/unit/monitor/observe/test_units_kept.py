@@ -26,8 +26,10 @@ Places = dict[Unit, list[tuple[str, int, int, int, torch.dtype]]]
 
 
 class Job:
-    def __init__(self) -> None:
+    def __init__(self, *, tie: bool = False) -> None:
         self.model = Model()
+        if tie:
+            self.model.blocks[2][0].weight = self.model.blocks[0][0].weight
         self.model.head.register_buffer("scale", torch.ones(3))
         self.model.head.register_buffer("other", torch.ones(3), persistent=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -167,6 +169,16 @@ def test_steps_change_nothing_of_the_list() -> None:
     job.step()
     assert job.listed() == before
     assert all(part.layout is layouts[unit] for unit, part in job.table.local().items())
+
+
+def test_tied_parameters_are_listed_once_too() -> None:
+    job = Job(tie=True)
+    before, layouts = job.listed(), {unit: part.layout for unit, part in job.table.local().items()}
+    job.step()
+    assert job.listed() == before
+    assert all(part.layout is layouts[unit] for unit, part in job.table.local().items())
+    swaps_the_data(job)
+    assert job.listed() == job.fresh() != before
 
 
 def test_without_torchs_guards_everything_is_listed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
