@@ -68,10 +68,11 @@ class Bench:
         self.aware = monitor.attach(self.engine, {**settings, "store": str(self.folder / "aware"), "policy": threshold})
         lazy = {**settings, "store": str(self.folder / "lazy"), "staging": "lazy"}
         self.lazy = monitor.attach(self.engine, lazy)
-        each = {**lazy, "store": str(self.folder / "each"), "every": 1}
+        usual = {**settings, "staging": "auto"}
+        each = {**usual, "store": str(self.folder / "each"), "every": 1}
         self.each = monitor.attach(self.engine, each)  # ckpt.step() is called only where a save is wanted
         memory = {"enabled": True, "every": 1, "path": str(self.shared)}
-        self.kept = monitor.attach(self.engine, {**lazy, "store": str(self.folder / "kept"), "memory": memory})
+        self.kept = monitor.attach(self.engine, {**usual, "store": str(self.folder / "kept"), "memory": memory})
         for ckpt in (self.ckpt, self.aware, self.lazy, self.each, self.kept):
             ckpt.resume()
         self.note("first_stall", self.ckpt.save(wait=True).stall_seconds)
