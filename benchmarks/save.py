@@ -6,9 +6,9 @@ the same engine, taken in turns within one run. Two ranks, gloo, CPU or whatever
     python benchmarks/save.py [--stages 2 3] [--ranks 2] [--rounds 4] [--layers 12] [--rows 2] [--json FILE]
 
 The floor of a stall is one copy of the state in memory; the floor of the time to durable is an fsync'ed write of
-the same bytes. Both are measured here too. Lazy copies are measured beside a short step. Those of the default, for saves
-and versions in memory, are measured beside a long one (``--rows`` sequences a rank), whose forward and backward take
-many times as long as the copies: what is left of the stall there is what cannot be hidden.
+the same bytes. Both are measured here too. Lazy copies are measured beside a short step. Copies of the default, for
+saves and versions in memory, are measured beside a long one (``--rows`` sequences a rank), whose forward and backward
+take many times as long as the copies: what is left of the stall there is what cannot be hidden.
 
 Exits 1 when a goal is missed.
 """
