@@ -190,6 +190,7 @@ class AsyncSum:
             _destroy(group)
 
 
+_LENGTH = 8  # bytes that tell the length of a message
 _GATHER, _BROADCAST = 1 << 10, 1 << 14  # message bytes in the first collective; longer messages need a second one
 
 
@@ -202,9 +203,6 @@ def _exchange(sent: bytes, size: int, send: Callable[[torch.Tensor], list[torch.
     if longest > size:
         received = send(_message(sent, longest))
     return [one[_LENGTH : _LENGTH + int(one[:_LENGTH].view(torch.int64))].numpy().tobytes() for one in received]
-
-
-_LENGTH = 8
 
 
 def _message(data: bytes, size: int) -> torch.Tensor:

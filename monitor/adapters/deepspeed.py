@@ -194,8 +194,8 @@ class Zero12Adapter(_JournalAdapter):
     def _masters(self) -> Sequence[torch.Tensor]:
         return [masters for _, _, masters in self._lists()]
 
-    def _slices(self) -> Sequence[torch.Tensor]:
-        return [working for _, working, _ in self._lists()]  # the parameters' places follow from their addresses
+    def _located(self) -> Sequence[torch.Tensor]:
+        return [tensor for _, working, masters in self._lists() for tensor in (working, masters)]
 
     def finish_load(self) -> None:
         self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
@@ -241,14 +241,13 @@ class Zero12Adapter(_JournalAdapter):
         names, facts = self._inventory.names(), list[dict[str, Any]]()
         for (params, working, masters), count in zip(self._lists(), self._zero.partition_count, strict=True):
             placed, size = _in_memory_order(params, working, names), masters.numel()
-            end = placed[-1][1] + placed[-1][2]
             facts.append({
                 "params": [names.of(parameter, "ZeRO") for parameter in params],
                 "layout": [{"fqn": fqn, "offset": offset, "numel": numel} for fqn, offset, numel in placed],
                 "flat_numel": working.numel(),
                 "partition_size": size,
                 # Elements behind the last parameter, on each rank.
-                "group_paddings": [min(size, max(0, (rank + 1) * size - end)) for rank in range(int(count))],
+                "group_paddings": [min(size, max(0, n * size - sum(placed[-1][1:]))) for n in range(1, int(count) + 1)],
             })  # fmt: skip
         return facts
 
@@ -296,8 +295,7 @@ class Zero3Adapter(_JournalAdapter):
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
 
     def _masters(self) -> Sequence[torch.Tensor]:
-        masters: Sequence[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
-        return masters
+        return list(self._zero.fp32_partitioned_groups_flat)
 
     memory_of = staticmethod(lambda tensor: getattr(tensor, "ds_tensor", tensor))  # one gathered each step moves
 

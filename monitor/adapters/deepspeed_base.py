@@ -206,6 +206,10 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _masters(self) -> Sequence[torch.Tensor]:
         """Return the tensors of :meth:`_flats`."""
 
+    def _located(self) -> Sequence[torch.Tensor]:
+        """Return the tensors whose memory :meth:`_flats` depends on, beside that of the parameters."""
+        return self._masters()
+
     @abstractmethod
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         """Return pieces of the parameters that are in no flat partition: (replicated, this rank's own slices)."""
@@ -274,7 +278,7 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def _read_identity(self) -> Identity | None:
         try:
-            return self._reader.read(self.module, self._base_optimizer, self._masters())
+            return self._reader.read(self.module, self._base_optimizer, self._located())
         except Exception:  # noqa: BLE001 - an unusual module or tensor: listing it anew raises a clear error
             return None
 

@@ -163,11 +163,11 @@ class ModuleTensors:
         """Return every tensor by fqn, parameters first. ``trainable``: the fqns that an optimizer updates."""
         parameters, aliases, out = self.parameters(), self.aliases(), dict[str, TensorInfo]()
         for name, tensor in [*parameters.items(), *self.buffers().items()]:
-            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+            shape, dtype = tuple(getattr(tensor, "ds_shape", tensor.shape)), getattr(tensor, "ds_tensor", tensor).dtype
             special = None if type(tensor) in self._known else special_kind(tensor)
             kind = "trainable" if tensor.requires_grad or name in trainable else "frozen"
             kind = kind if name in parameters else "buffer"
-            out[name] = TensorInfo(shape, dtype_name(tensor.dtype, name), kind, aliases.get(name, ()), special)
+            out[name] = TensorInfo(shape, dtype_name(dtype, name), kind, aliases.get(name, ()), special)
         return out
 
     def state_dict_names(self) -> list[str]:

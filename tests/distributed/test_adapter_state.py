@@ -116,6 +116,16 @@ def test_what_is_refused(zero: Results, case: str) -> None:
     assert zero[case, "refused"] == []
 
 
+@pytest.mark.parametrize("case", ["flat-zero2", "flat-bf16-optimizer"])
+def test_a_flat_tensor_in_other_memory_is_seen(zero: Results, case: str) -> None:
+    assert zero[case, "refused"] == []
+
+
+@pytest.mark.parametrize("case", ["zero3-bf16-sub-groups", "zero3-bf16-none-persistent"])
+def test_the_dtype_of_a_parameter_is_that_of_its_slice(zero: Results, case: str) -> None:
+    assert zero[case, "dtypes"] == []
+
+
 @pytest.mark.parametrize("case", ["moment-zero2", "moment-zero3"])
 def test_a_moment_that_was_not_kept_becomes_zero(zero: Results, case: str) -> None:
     assert zero[case, "zero"] == []

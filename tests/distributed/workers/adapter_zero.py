@@ -89,6 +89,30 @@ def same_facts(case: str, adapter: Adapter) -> None:
     report(case, "facts", *problems)
 
 
+def another_flat_tensor(case: str, name: str) -> None:
+    """The places of parameters are offsets in a flat tensor: one in other memory is not taken for the old one."""
+    adapter, train = build(name, 0)
+    train(range(2))
+    adapter.check_attached()
+    zero = adapter.engine.optimizer  # type: ignore[attr-defined]
+    flat = getattr(zero, "bf16_groups_flat" if hasattr(zero, "bf16_groups_flat") else "bit16_groups_flat")
+    flat[0] = flat[0].clone()
+    refused(case, UnsupportedError, "is not a view of its group's flat tensor", adapter.check_attached)
+
+
+def another_dtype_for_a_while(case: str) -> None:
+    """At ZeRO-3 the next step gathers parameters in the dtype of their slices, which is the one that they have."""
+    adapter, train = build(case, 0)
+    train(range(2))
+    expected = {fqn: info.dtype for fqn, info in adapter.tensors().items()}
+    adapter.engine.module.float()  # type: ignore[attr-defined]
+    report(
+        case,
+        "dtypes",
+        *unequal({fqn: info.dtype for fqn, info in adapter_for(adapter.engine).tensors().items()}, expected),
+    )  # type: ignore[attr-defined]
+
+
 def own_files(case: str, directory: Path) -> None:
     """What DeepSpeed itself would write follows from the layout facts and the state."""
     adapter, train = build(case, 0)
@@ -227,6 +251,10 @@ def main(directory: Path) -> None:
     through("zero3-zero1", "zero3-fp32-all-persistent", "zero1-fp32-round-robin")
     through("zero2-zero0", "zero2-fp32", "zero0-fp32")
     refusals()
+    another_flat_tensor("flat-zero2", "zero2-bf16-round-robin")
+    another_flat_tensor("flat-bf16-optimizer", "zero1-bf16-fp32-accumulation")
+    another_dtype_for_a_while("zero3-bf16-sub-groups")
+    another_dtype_for_a_while("zero3-bf16-none-persistent")
     without_a_moment("moment-zero2", "zero2-bf16-round-robin")
     without_a_moment("moment-zero3", "zero3-bf16-sub-groups")
     another_accumulation("accumulation", "zero1-bf16")
