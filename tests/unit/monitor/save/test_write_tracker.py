@@ -427,8 +427,7 @@ def test_a_block_that_another_thread_could_not_copy_is_not_taken_for_whole(
 
 
 def test_the_tracker_is_released_after_the_other_thread(tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the copying thread fails, too: a copy that goes on would read memory that nobody keeps, and fill buffers
-    that the next save has."""
+    """Also when the copying thread fails. Otherwise the other thread would write into buffers of the next save."""
     writer, helper = BackgroundWorker[Any]("test-writer"), BackgroundWorker[None]("test-helper")
     began, over, real = threading.Event(), threading.Event(), tracker.copy_all
 
