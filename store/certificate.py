@@ -57,14 +57,11 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
     for version in resolution.versions.values():
         groups[version.save] = version.group
         groups |= {SaveId.parse(name): group for name, group in version.bases.items()}
-    usable = [save for save in groups if save.step <= commit.step and not any(_left(save, one) for one in groups)]
+    # One of a later epoch at an earlier step shows that the job went back to before a save.
+    left = {save for save in groups for one in groups if one.epoch > save.epoch and one.step < save.step}
+    usable = [save for save in groups if save.step <= commit.step and save not in left]
     ordered = sorted(usable, key=lambda save: (abs(save.step - effective), save.step, -save.epoch))
     return {save: groups[save] for save in ordered[: ordered.index(commit) + 1]}
-
-
-def _left(save: SaveId, other: SaveId) -> bool:
-    """Return whether ``other`` shows that the job went back to before ``save``."""
-    return other.epoch > save.epoch and other.step < save.step
 
 
 def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:

@@ -52,7 +52,6 @@ def certificate_table(certificate: Certificate, parameters: int) -> Mapping[str,
 
 
 def _rounding_error(units: Sequence[CertifiedUnit]) -> str:
-    """Format the largest rounding error; '' if no unit was rounded."""
     lossy = [unit.error for unit in units if is_lossy(unit.encoding)]
     return drift_text(max_or_none(lossy)) if lossy else ""
 

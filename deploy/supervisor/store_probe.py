@@ -138,7 +138,6 @@ def _replacement(catalog: Catalog, order: list[SaveId], committed: SaveId | None
 
 
 def _was_continued(catalog: Catalog, resumed: SaveId) -> bool:
-    """Return whether a later job resumed from the commit and committed again."""
     for save in catalog.saves():
         try:
             if save.epoch > resumed.epoch and catalog.manifest(save).previous == resumed.name:

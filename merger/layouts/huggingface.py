@@ -218,7 +218,6 @@ def _dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Return whether ``target`` holds every value of ``source``."""
     if target == source:
         return True
     if not (target.is_floating_point and source.is_floating_point):

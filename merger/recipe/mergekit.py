@@ -146,7 +146,6 @@ def from_mergekit(file: YamlFile) -> Recipe:
 
 
 def _require_neutral(file: YamlFile, loc: Loc, parameters: Parameters) -> None:
-    """Raise UnsupportedError for a parameter that would change weights."""
     for key, value in (parameters or {}).items():
         neutral = key in _NEUTRAL_PARAMETERS and not isinstance(value, bool) and value in (1, 1.0)
         if key not in _HARMLESS_PARAMETERS and not neutral:

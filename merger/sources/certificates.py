@@ -33,8 +33,6 @@ _Step = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class _Row(BaseModel):
-    """The fields of a certificate row that are used."""
-
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     layer: str

@@ -361,7 +361,6 @@ class DeepSpeedSource:
         return files, read_zero3(files) if files.stage == 3 else read_zero12(files)
 
     def _tags(self) -> list[str]:
-        """Return the names of all checkpoints in the directory, without links."""
         paths = (self.root / name for name in LocalFiles(self.root).list_dir(""))
         return [path.name for path in paths if not path.is_symlink() and self.is_one(path)]
 

@@ -63,7 +63,6 @@ _known = WeakKeyDictionary[Any, BetaPowers]()
 
 
 def _is_fused(optimizer: Any) -> bool:
-    """Whether it is a FusedAdam on the CPU."""
     return getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)
 
 

@@ -178,13 +178,11 @@ class DTensorAdapter(PyTorchAdapter):
 
     def _read_identity(self) -> Identity | None:
         self._inventory.before()
-        with torch.no_grad():
-            return super()._read_identity()
+        return super()._read_identity()
 
     @staticmethod
     def _local_memory(tensor: torch.Tensor) -> torch.Tensor:
-        local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # as to_local() returns, for less
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> module_tensors.Replica:
         if not isinstance(tensor, DTensor):

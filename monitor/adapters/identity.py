@@ -202,7 +202,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def versions_of(values: Sequence[Any]) -> tuple[bytes, list[Any]]:
     """Return (ids of the values, in-place version counters of tensors and other values as text)."""
     ids = _ids(values)
-    if PLAIN_TENSORS.issuperset(map(type, values)):
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
         with suppress(RuntimeError):  # of a tensor made under inference_mode
             return ids, list(map(attrgetter("_version"), values))
     return ids, [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]

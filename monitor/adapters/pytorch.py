@@ -442,7 +442,6 @@ class PyTorchAdapter(base.Adapter):
         return [one for one, (member, _) in zip(self._groups(), self._members(), strict=True) if member == number]
 
     def _members(self) -> list[tuple[int, torch.optim.Optimizer]]:
-        """Return the optimizer of each param group, and its number."""
         return [(number, one) for number, one in enumerate(self._optimizers) for _ in one.param_groups]
 
     def _optimized(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:

@@ -273,6 +273,5 @@ def resume_path(config: ConfigSource = None) -> str | None:
 
 
 def _callbacks_of_store(config: Config) -> list[CheckpointCallback]:
-    """Return every callback of this process that saves to the store of ``config``."""
     place = store_place(config.store_path)
     return [callback for callback in _callbacks if store_place(callback.config.store_path) == place]

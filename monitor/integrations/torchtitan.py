@@ -47,7 +47,6 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._objects = {name: one for name, one in objects.items() if one is not None}
 
     def _load(self, step: int = -1) -> bool:
-        """Attach, resume, and return whether there was something to resume."""
         if step != -1:
             raise UnsupportedError(f"checkpoint.load_step={step}: Driftpoint resumes its newest commit; set -1")
         trainer, loader = self._objects["train_state"], self._objects.get("dataloader")
@@ -58,7 +57,6 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return resumed
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Report the step; commit the last one. Return whether a save began."""
         if self.checkpointer is None:
             raise UnsupportedError("save() before load(): seed checkpoints are not supported")
         report = self.checkpointer.step()

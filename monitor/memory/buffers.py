@@ -73,7 +73,6 @@ class SharedMemoryBuffers:
             self._pins[slot] = view
 
     def _unpin(self) -> None:
-        """Unpin everything, before it is unmapped."""
         for view in self._pins.values():
             unpin(view.data_ptr())
         self._pins.clear()

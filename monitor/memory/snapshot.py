@@ -262,8 +262,6 @@ class SnapshotStager:
 
 @dataclass(frozen=True)
 class _Placed:
-    """The places of all fragments of a snapshot."""
-
     layouts: Mapping[Unit, UnitLayout]
     by_unit: Mapping[Unit, Sequence[Placement]]
     offsets: Mapping[Unit, Integers]

@@ -128,7 +128,6 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
                 self._references[unit] = self._staged_reference(unit, staged[unit])
 
     def _staged_reference(self, unit: Unit, copies: Sequence[torch.Tensor]) -> R:
-        """Return the reference that committed copies become."""
         return self._reference_of(unit, copies)
 
     @abstractmethod

@@ -123,7 +123,6 @@ def join_layers(stages: Iterable[Sequence[Layer]]) -> tuple[Layer, ...]:
 
 
 def _tree(module: nn.Module, fqns: Sequence[str]) -> _Node:
-    """Return the part of the module tree that contains the named tensors."""
     root = _Node("", _unwrap(module))
     seen: set[str] = set()
     for fqn in fqns:
@@ -159,7 +158,6 @@ def _unknown(fqn: str) -> ConfigError:
 
 
 def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
-    """Group a module that is not one layer as a whole."""
     if node.own:
         yield _Group(node.path or ROOT, False, tuple(node.own.values()))
     stacked = _stacked(node)
@@ -173,7 +171,6 @@ def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
 
 
 def _block(node: _Node, experts: bool) -> Iterator[_Group]:
-    """Group a repeated block: one layer, and one per expert."""
     separate = [group for child in node.children.values() for group in _experts(child)] if experts else []
     taken = {fqn for group in separate for fqn in group.fqns}
     rest = tuple(fqn for fqn in node.fqns() if fqn not in taken)
@@ -197,7 +194,6 @@ def _experts(node: _Node) -> Iterator[_Group]:
 
 
 def _stacked(node: _Node) -> set[str]:
-    """Return the names of the children of ``node`` that are blocks of a stack."""
     alike = _alike_children(node)
     if isinstance(node.module, nn.ModuleList) and (alike or len(node.children) == 1):
         return alike | {name for name, child in node.children.items() if child.children}
@@ -232,7 +228,6 @@ def _holds_stack(node: _Node) -> bool:
 
 
 def _deepest(node: _Node) -> _Node:
-    """Return the innermost module that contains all tensors of ``node``."""
     while not node.own and len(node.children) == 1:
         (node,) = node.children.values()
     return node

@@ -146,7 +146,6 @@ def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor
 
 @cache
 def _kernels() -> Any:
-    """Return the module of fused kernels, or None without Triton."""
     try:
         from monitor.observe import triton_sketch
     except ImportError:

@@ -326,7 +326,6 @@ class Replay:
             raise DamagedError(f"they do not lead to the weights of step {last.step.save.step}, {why}")
 
     def _finish(self, last: _Record, steps: int, same: bool) -> ResumeResult:
-        """Load the run state of the last step, and the buffers."""
         job, group, result = self._job, self._job.group, self._result
         assert last.after.state is not None
         state, generators = with_own_scalars(last.after.state, job.adapter), last.after.generators

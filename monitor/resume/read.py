@@ -230,7 +230,6 @@ class ReadResult:
 
 
 def _sharing_memory(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces whose memory overlaps that of another one."""
     pieces = [piece for piece in pieces if piece.tensor.nbytes]
     starts = np.array([piece.tensor.data_ptr() for piece in pieces], np.int64)
     order = np.argsort(starts, kind="stable")
@@ -344,7 +343,6 @@ def _halves(wanted: Sequence[_Wanted]) -> list[Sequence[_Wanted]]:
 
 
 def _is_plain(copy: Copy[Source]) -> bool:
-    """Return whether the values are a whole stored fragment, byte by byte."""
     entry = copy.source.entry
     return entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel and copy.steps is None
 

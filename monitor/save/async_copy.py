@@ -350,7 +350,6 @@ class UnfinishedCopy:
 
 
 def _has_views(device: torch.device) -> bool:
-    """Whether copies from a device go through :class:`MemoryViews`."""
     return device.type == "cuda"
 
 

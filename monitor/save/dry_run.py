@@ -76,7 +76,6 @@ class DryRunSaver:
 
 
 def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:
-    """Return the values of a live tensor that a resume would give back."""
     known = encoding_named(encoding or RAW)
     if known.lossless or not known.applies(dtype_name(tensor.dtype)):
         return tensor

@@ -374,7 +374,6 @@ class SelfChecker:
 
 
 def _shape_of(state: Any) -> Any:
-    """Return the types in the first level of an object's state."""
     if isinstance(state, Mapping):
         return type(state), [(key, type(item)) for key, item in state.items() if isinstance(key, str)][:_WIDTH]
     return type(state)

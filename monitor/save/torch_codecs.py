@@ -289,7 +289,6 @@ class Bf16Int8Encoder(Encoder):
 
 
 def _rounds_finite(values: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-    """Return whether every value rounds to a finite bfloat16."""
     return torch.abs(values, out=work).view(torch.int32).amax() < bfloat16.TOO_LARGE
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from operator import attrgetter, is_
 from typing import Any
 
@@ -42,8 +42,9 @@ _ARM, _REGISTERED_ONLY = 1, 2  # PM_SCAN_WP_MATCHING, PM_SCAN_CHECK_WPASYNC
 _PROTECTABLE, _WRITTEN, _OF_FILE, _PRESENT = 1, 2, 4, 8  # PAGE_IS_WPALLOWED, PAGE_IS_WRITTEN, PAGE_IS_FILE, ..._PRESENT
 _HUGE, _COLLAPSE = 1 << 21, 25  # bytes of a huge page; MADV_COLLAPSE, from Linux 6.1 on
 _SMALL, _TOGETHER = 1 << 13, 1 << 24  # bytes of regions that are copied together: of each, and of all at most
-_LEAST = 1 << 18  # bytes; smaller tensors are copied in less time than tracking takes
-_GAP = 1 << 16  # bytes between regions that are protected as one
+_LEAST, _PART = 3 << 16, 3 << 13  # bytes of whole pages; less is copied in less time than tracked, alone or near others
+_GAP = 1 << 16  # bytes at most between blocks that are protected as one
+_STEP = 1 << 22  # bytes of blocks that are copied together, and then checked
 _BATCH, _BYTES = 1024, 1 << 30  # regions (IOV_MAX) and bytes that one call copies; Linux stops below 2 GiB
 _MOST = 4096  # registered tensors; each takes up to two more of the 65,530 mappings that Linux allows a process
 
@@ -171,22 +172,23 @@ class CopyPlan:
         order = np.argsort(regions.addresses, kind="stable")
         begins, ends = regions.addresses[order], (regions.addresses + regions.sizes)[order]
         self._order, self._all = order, (begins, ends, targets[order])
-        self.runs = _runs(_blocks(*self._all, regions.pageable[order]))
+        runs = _runs(_blocks(*self._all, regions.pageable[order]))
+        self.runs = [run for run in runs if sum(len(block.pages) for block in run) >= _LEAST]
         self._whole = self._parts([block for run in self.runs for block in run])
 
-    def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
-        """Return (indices of the regions in ``blocks``, what lies outside their pages: others, small, their views)."""
+    def parts(self, blocks: Sequence["_Block"]) -> "_Parts":
+        """Return how to copy ``blocks``, and the regions beside them."""
         if len(blocks) < sum(map(len, self.runs)):
             return self._parts(blocks)
-        held, (outside, small, views) = found = self._whole
+        steps, held, (outside, small, views) = found = self._whole
         if views is None:  # these hold no memory. Not at the first call, as many plans are used once
             small = [one for one in outside if one[2] <= _SMALL]
             few = bisect_right(list(accumulate(size for *_, size in small)), _TOGETHER)
             views = [_view(source, size, 0x100) for _, source, size in small[:few]]
-            self._whole = held, ([one for one in outside if one[2] > _SMALL] + small[few:], small[:few], views)
+            self._whole = steps, held, ([one for one in outside if one[2] > _SMALL] + small[few:], small[:few], views)
         return found
 
-    def _parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
+    def _parts(self, blocks: Sequence["_Block"]) -> "_Parts":
         begins, ends, targets = self._all
         first, last = ends.copy(), ends.copy()
         held: list[int] = []
@@ -198,7 +200,7 @@ class CopyPlan:
         sources = np.concatenate([begins, ends - tails])
         where = np.concatenate([targets, targets + ends - tails - begins])
         outside = zip(*(which[sizes > 0].tolist() for which in (where, sources, sizes)), strict=True)
-        return held, (list(outside), [], None)
+        return _steps(blocks), held, (list(outside), [], None)
 
 
 class LastPlan:
@@ -230,7 +232,8 @@ class LastPlan:
 
 
 _Region = tuple[int, int, int]  # target, source, size
-_Outside = tuple[list[_Region], list[_Region], list[memoryview] | None]
+_Outside = tuple[list[_Region], list[_Region], list[memoryview] | None]  # others, small ones, their views
+_Parts = tuple[Sequence["_Step"], list[int], _Outside]  # how to copy blocks, indices of their regions, others
 
 
 class TrackedCopy:
@@ -242,7 +245,7 @@ class TrackedCopy:
     def __init__(self, tracker: WriteTracker, plan: CopyPlan, owners: Sequence[torch.Tensor]) -> None:
         self._tracker = tracker
         self._protected: list[range] = []  # the blocks, and what little lies between them
-        self._blocks: list[_Block] = []
+        self._steps: Sequence[_Step] = ()
         self._storages: list[torch.UntypedStorage] = []  # keeps the memory from being freed
         self._small: tuple[list[_Region], bytes] = [], b""  # regions, and their values
         try:
@@ -260,7 +263,7 @@ class TrackedCopy:
             for target, _, size in self._small[0]:
                 _move(target, at, size)
                 at += size
-            calls = [Once(partial(self._copy_block, one)) for one in self._blocks]
+            calls = [Once(partial(self._copy, step)) for step in self._steps]
             whole = beside(calls, lambda: all(call() for call in calls))
             whole = whole and self._places == list(map(torch.UntypedStorage.data_ptr, self._storages))
             for pages in self._protected:  # once all are known: blocks may share pages
@@ -274,25 +277,26 @@ class TrackedCopy:
         for pages in self._protected:
             self._tracker.consolidate(pages, stop)
 
-    def _copy_block(self, block: "_Block") -> bool:
-        """Copy a block. Return False if it was written, or is gone.
+    def _copy(self, step: "_Step") -> bool:
+        """Copy blocks. Return False if one was written, or is gone.
 
         Copy before asking for writes: reading memory that was given back to the system creates a page that was never
         protected, so it counts as written."""
         try:
-            self._tracker.copy_all(*block.inner())
-            return not self._tracker.written(block.pages)
+            self._tracker.copy_all(*step.regions)
+            return not self._tracker.written(step.pages) or not any(map(self._tracker.written, step.blocks))
         except OSError:
             return False
 
     def _begin(self, plan: CopyPlan, owners: Sequence[torch.Tensor]) -> None:
+        blocks: list[_Block] = []
         for run in plan.runs:
             tracked = [self._tracker.protect(range(run[0].pages.start, run[-1].pages.stop))]
             if tracked[0] is None and len(run) > 1:  # there may be other memory between the blocks
-                tracked = [self._tracker.protect(block.pages) for block in run]
+                tracked = [self._tracker.protect(b.pages) if len(b.pages) >= _LEAST else None for b in run]
             self._protected += [pages for pages in tracked if pages is not None]
-            self._blocks += [b for b, pages in zip(run, tracked * (len(run) // len(tracked)), strict=True) if pages]
-        held, (others, small, views) = plan.parts(self._blocks)
+            blocks += [b for b, pages in zip(run, tracked * (len(run) // len(tracked)), strict=True) if pages]
+        self._steps, held, (others, small, views) = plan.parts(blocks)
         self._storages = list(map(torch.Tensor.untyped_storage, map(owners.__getitem__, held)))
         self._places = list(map(torch.UntypedStorage.data_ptr, self._storages))
         self._small = small, b"".join(views or ())  # to one place first, which takes half the time of a call for each
@@ -300,7 +304,7 @@ class TrackedCopy:
             (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
     def _end(self) -> None:
-        self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written
+        self._steps = ()  # pages that an error left protected only cost a fault each when they are written
         self._storages.clear()
         self._small = [], b""
         self._tracker.in_use.release()
@@ -334,7 +338,7 @@ def _blocks(begins: Integers, ends: Integers, targets: Integers, pageable: npt.N
     firsts, afters = np.concatenate(([0], apart)), np.concatenate((apart, [len(begins)]))
     starts = -(-begins[firsts] // mmap.PAGESIZE) * mmap.PAGESIZE
     stops = ends[afters - 1] // mmap.PAGESIZE * mmap.PAGESIZE
-    large = pageable[firsts] & (stops - starts >= _LEAST)
+    large = pageable[firsts] & (stops - starts >= _PART)
     found = np.stack((starts, stops, firsts, afters), axis=1)[large].tolist()
     return [_Block(range(start, stop), slice(one, after), begins, ends, targets) for start, stop, one, after in found]
 
@@ -342,14 +346,36 @@ def _blocks(begins: Integers, ends: Integers, targets: Integers, pageable: npt.N
 def _runs(blocks: Sequence[_Block]) -> list[list[_Block]]:
     """Group blocks that are near each other. Protected as one, they can be on huge pages.
 
-    Writes between them cost a fault for each page, and do not count as writes to them."""
+    Writes between them cost a fault for each page, and do not count as writes to them: what lies between is less."""
     runs: list[list[_Block]] = []
     for block in blocks:
-        if runs and 0 <= block.pages.start - runs[-1][-1].pages.stop <= _GAP:
+        last = runs[-1][-1].pages if runs else block.pages
+        if 0 <= block.pages.start - last.stop <= min(_GAP, len(last) // 4, len(block.pages) // 4):
             runs[-1].append(block)
         else:
             runs.append([block])
     return runs
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Blocks near each other that one call copies. pages: with those between. regions: sources, sizes, targets."""
+
+    pages: range
+    blocks: Sequence[range]
+    regions: Sequence[Integers]
+
+
+def _steps(blocks: Sequence[_Block]) -> list[_Step]:
+    groups = (list(some) for run in _runs(blocks) for _, some in groupby(run, lambda one: one.pages.start // _STEP))
+    return [
+        _Step(
+            range(some[0].pages.start, some[-1].pages.stop),
+            [block.pages for block in some],
+            list(map(np.concatenate, zip(*(block.inner() for block in some), strict=True))),
+        )
+        for some in groups
+    ]
 
 
 _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(

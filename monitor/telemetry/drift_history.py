@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from monitor.observe.drift_meter import Signature
 
-_ROWS = 16  # units compared at a time: their differences in float64, half a MiB, fit the cache
+_ROWS = 16  # units compared at a time: their differences fit the cache
 _EMPTY = torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
@@ -69,8 +69,7 @@ class DriftHistory:
         rows = [_EMPTY if one is None or not one.finite else one.values for one in signatures]
         widest = torch.zeros(self._width, dtype=torch.float32, device="cpu")
         values = pad_sequence([widest, *rows], batch_first=True)[1:]
-        squared = torch.cat([_squares(some.to(torch.float64)) for some in torch.split(values, _ROWS)])
-        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool, device="cpu"), squared)
+        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool, device="cpu"), _squares(values))
 
 
 def compared_with(number: int, anchors: int) -> list[int]:
@@ -80,8 +79,8 @@ def compared_with(number: int, anchors: int) -> list[int]:
 
 def _rows(now: _DecisionSignatures, then: _DecisionSignatures) -> torch.Tensor:
     known = now.known & then.known
-    pairs = zip(torch.split(now.values, _ROWS), torch.split(then.values, _ROWS), strict=True)
-    distances = torch.cat([_squares(a.to(torch.float64).sub_(b)) for a, b in pairs])
+    differences = map(torch.sub, torch.split(now.values, _ROWS), torch.split(then.values, _ROWS))
+    distances = torch.cat(list(map(_squares, differences)))
     known_values = (torch.where(known, values, 0.0) for values in (distances, then.squared))
     return torch.stack([*known_values, (~known).to(torch.float64)], dim=1)
 

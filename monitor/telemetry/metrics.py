@@ -314,7 +314,6 @@ class Metrics(SaveListener, ServedMetrics):
             worker.join(_PATIENCE if training else _SCRAPE_PATIENCE)
 
     def _set_step(self, step: int, prefix: str = "", at: float | None = None) -> None:
-        """Set the gauges of a step and of the time ``at`` which it was reached; None: now."""
         self.gauge(f"{prefix}step").set(step)
         self.gauge(f"{prefix or 'step_'}timestamp_seconds").set(time.time() if at is None else at)
 
@@ -350,6 +349,5 @@ def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram
 
 
 def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, DriftReading]:
-    """Return the drift and staleness of weights, in which spikes are detected."""
     weights = ((unit, value, staleness.get(unit)) for unit, value in drift.items() if unit.slot == WEIGHTS)
     return {unit: DriftReading(value, age) for unit, value, age in weights if age is not None}

@@ -2,8 +2,8 @@
 
 The trace needs no measurements of its own: it takes the signatures of decisions and saves, and keeps some of them, to
 compare units with earlier decisions whether or not they were saved. A background thread makes and writes the lines, so
-a slow disk never blocks training. It also compares, in a job of one process; several ranks compare at the decision and
-begin an asynchronous sum, which is written at the next one. Collectives depend on rank 0's settings at attach only.
+a slow disk never blocks training. Another thread compares. Several ranks begin an asynchronous sum of what it found at
+the next decision, which is written at the one after it. Collectives depend on rank 0's settings at attach only.
 
 Each line is one unsynced write at the file's end; one torn by a crash is closed off first. A full file is renamed; the
 next begins with the last job line, to be read alone. After an error it ends with one report, so it has no gaps."""
@@ -16,8 +16,8 @@ import os
 import stat
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -34,13 +34,12 @@ from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store import trace as traces
-from store.errors import StorageError
+from store.errors import CollectiveError, StorageError
 from store.names import Unit
 from store.schema import as_json
 
 _BACKLOG = 1000  # maximum number of lines that wait for the disk
 _LAST_SUM = 1.0  # most seconds that a clean end waits for the other ranks' part of the last sum
-_COMPARING = 2  # maximum number of decisions whose signatures wait for the background thread
 _CLOSE_TIMEOUT = 10.0  # maximum seconds that closing waits for the last lines
 _DIGITS = 6  # significant digits of a distance between two decisions; sketches are less precise
 
@@ -60,7 +59,8 @@ class TraceRecorder(SaveListener):
         self._writer: TraceWriter | None = None
         self._anchors = 0  # number of earlier decisions to compare with; 0: none
         self._history: DriftHistory | None = None
-        self._comparing: deque[Once[Compared]] = deque()  # newest comparisons; the others are done
+        self._comparing: BackgroundWorker[Compared] | None = None
+        self._newest: tuple[Once[Compared], Callable[[Compared], traces.MovedLine | None]] | None = None
         self._sum: AsyncSum | None = None  # of comparisons, over ranks
         self._summed_line: Callable[[torch.Tensor], traces.MovedLine | None] = lambda _: None
         self._units: tuple[Unit, ...] = ()
@@ -77,6 +77,7 @@ class TraceRecorder(SaveListener):
         path = self._config.trace_path()
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None else 0)
         self._sum = self._group.async_sum() if self._anchors else None
+        self._comparing = BackgroundWorker("driftpoint-drift") if self._anchors else None
         if path is not None and self._group.rank == 0:
             self._epoch = event.epoch
             self._writer = TraceWriter(Path(path), self._metrics, self._config.trace.max_mib << 20)
@@ -88,7 +89,7 @@ class TraceRecorder(SaveListener):
             self._put_job()
 
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
-        self._put_sum()
+        self._put_sums()
         self._decision, self._history = None, None
         self._units = tuple(self._table.sizes)
         self._moving = tuple(unit for unit in self._units if is_moving(unit))
@@ -130,16 +131,17 @@ class TraceRecorder(SaveListener):
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
         self._put_sum()
+        self._start_sum()
         if self._decision is not None:
             self._decision[1].update(signatures)
         self._put_moved()
 
     def _put_moved(self) -> None:
-        """Write how far units had moved at the last decision, or begin to sum it. Collective."""
+        """Begin to compare the last decision with earlier ones, and to write the line if no other rank has a part."""
         if self._decision is None:
             return
         (step, signatures), self._decision = self._decision, None
-        if self._sum is None and self._writer is None:
+        if self._comparing is None or (self._sum is None and self._writer is None):
             return
         history = self._history = self._history or DriftHistory(self._anchors, self._config.drift.width)
         units, moving, local = self._units, self._moving, self._local
@@ -155,19 +157,30 @@ class TraceRecorder(SaveListener):
             return moved_line(step, compared, [rows_of().get(unit) for unit in units])
 
         once = Once(compare)
-        if self._sum is not None:
-            compared = once()
-            if compared.steps:
-                self._summed_line = lambda rows: line(Compared(compared.steps, rows))
-                self._sum.start(compared.rows)
+        self._newest = once, line
+        self._comparing.submit(once)
+        if self._sum is None:
+            self._put(lambda: line(once()))
+
+    def _start_sum(self) -> None:
+        """Begin to sum the newest comparison over ranks. Collective."""
+        newest, self._newest = self._newest, None
+        if self._comparing is None or newest is None:
             return
-        self._comparing.append(once)
-        while len(self._comparing) > _COMPARING:
-            self._comparing.popleft()()
-        self._put(lambda: line(once()))
+        self._comparing.finished()  # results of calls
+        compared, line = newest[0](), newest[1]  # done by now, unless decisions are made faster
+        if self._sum is not None and compared.steps:
+            self._summed_line = lambda rows: line(Compared(compared.steps, rows))
+            self._sum.start(compared.rows)
+
+    def _put_sums(self) -> None:
+        """Write the lines of all comparisons so far. Collective."""
+        self._put_sum()
+        self._start_sum()
+        self._put_sum()
 
     def _put_sum(self) -> None:
-        """Write the line whose sum over ranks began at the last decision. Collective."""
+        """Write the line whose sum over ranks was begun. Collective."""
         summed = None if self._sum is None else self._sum.finish()
         if summed is not None:
             self._put(partial(self._summed_line, summed))
@@ -192,7 +205,7 @@ class TraceRecorder(SaveListener):
         self._copy_wait += seconds
 
     def on_resume(self, event: events.ResumeEvent) -> None:
-        self._put_sum()
+        self._put_sums()
         self._decision, self._history = None, None  # their signatures are of another branch
         self.resumed_step = event.step
         line = traces.ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
@@ -205,10 +218,14 @@ class TraceRecorder(SaveListener):
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()
         until = time.monotonic() + (min(timeout / 4, _LAST_SUM) if clean else 0.0)
-        while self._sum is not None and self._sum.under_way and not self._sum.done and time.monotonic() < until:
-            time.sleep(0.01)
-        if self._sum is not None and self._sum.done:
-            self._put_sum()
+        for last in (False, True):  # the sum under way, and that of the newest comparison
+            with suppress(CollectiveError):
+                if last and clean and not (self._sum and self._sum.under_way):
+                    self._start_sum()
+                while self._sum is not None and self._sum.under_way and not self._sum.done and time.monotonic() < until:
+                    time.sleep(0.01)
+                if self._sum is not None and self._sum.done:
+                    self._put_sum()
         self.close(timeout)
 
     def close(self, timeout: float) -> None:
@@ -216,6 +233,8 @@ class TraceRecorder(SaveListener):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close(timeout)
+        if self._comparing is not None:
+            self._comparing.stop()
 
     def _put_job(self) -> None:
         table, seconds = traced_units(self._table), self._seconds()
@@ -323,8 +342,7 @@ class TraceWriter:
     def stop(self) -> None:
         """Accept no more lines, without waiting for the earlier ones."""
         self._closed = True
-        self._thread.submit(self._file.close)
-        self._thread.stop()
+        self.close(0.0)
 
     def _append(self, make: Callable[[], bytes], job: bool) -> None:
         if self._failed:

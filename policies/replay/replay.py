@@ -34,8 +34,6 @@ def replay(run: Run, plan: ReplayPlan) -> ReplayResult:
 
 
 class _Replay:
-    """The state of a replay, and of the segment that is replayed now."""
-
     _segment: RunSegment
     _movement: Movement
 

@@ -76,7 +76,6 @@ class SharedExponent(Float32Encoding):
             raise DamagedError(f"a chunk stored as {self.name} has a value that is not finite")
 
     def _codes(self, stored: Bytes) -> NDArray[np.int8 | np.int16]:
-        """Return codes from their bytes."""
         return stored.view("<i2")
 
 

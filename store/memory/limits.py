@@ -40,7 +40,6 @@ def reserve(descriptor: int, nbytes: int, path: Path) -> None:
 
 
 def _lacking(descriptor: int, nbytes: int) -> int:
-    """Return the bytes of the file that are not reserved yet."""
     return max(0, nbytes - os.fstat(descriptor).st_blocks * 512)
 
 

@@ -333,6 +333,75 @@ def test_parts_that_are_each_too_small_are_tracked_together(tracker: WriteTracke
     assert not copy.finish()
 
 
+SMALL = 12_000  # float32 values, 47 KiB: copying one takes less time than tracking it alone
+
+
+def small_neighbours(gap: int, count: int = 200) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return tensors of less than 64 KiB in one memory, ``gap`` elements apart."""
+    whole = torch.randn(count * (SMALL + gap))
+    return whole, [whole[at * (SMALL + gap) :][:SMALL] for at in range(count)]
+
+
+@pytest.mark.parametrize("place", [0, 3000, SMALL // 2, SMALL - 1])
+@pytest.mark.parametrize("number", [0, 1, 80, 86, 199])
+@pytest.mark.parametrize("step", [1 << 22, 1 << 18, 1])
+def test_a_write_to_one_of_many_small_neighbours_is_found(
+    tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch, step: int, number: int, place: int
+) -> None:
+    monkeypatch.setattr(write_tracker_module, "_STEP", step)
+    whole, parts = small_neighbours(16)
+    pairs, before = [(part, torch.empty_like(part)) for part in parts], whole.clone()
+    copy = tracked(tracker, pairs)
+    assert len(copy._protected) == 1 and sum(len(step.blocks) for step in copy._steps) == len(parts)
+    parts[number].data[place] += 1.0
+    same = copy.finish()
+    at_once = place in (0, SMALL - 1)  # on a page that it shares with its neighbour
+    assert at_once or not same
+    old = [before[at * (SMALL + 16) :][:SMALL] for at in range(len(parts))]
+    assert not same or all(torch.equal(buffer, values) for (_, buffer), values in zip(pairs, old, strict=True))
+
+
+@pytest.mark.parametrize("gap", [0, 16, 256])
+def test_writes_between_small_neighbours_are_none_to_them(tracker: WriteTracker, gap: int) -> None:
+    whole, parts = small_neighbours(gap)
+    pairs, before = [(part, torch.empty_like(part)) for part in parts], whole.clone()
+    copy = tracked(tracker, pairs)
+    assert len(copy._protected) == 1
+    for at in range(len(parts)):
+        whole.data[at * (SMALL + gap) + SMALL :][:gap] = 7.0
+    assert copy.finish()
+    assert all(torch.equal(buffer, before[at * (SMALL + gap) :][:SMALL]) for at, (_, buffer) in enumerate(pairs))
+
+
+@pytest.mark.parametrize(("gap", "count"), [(16, 3), (20_000, 200)])
+def test_few_small_tensors_and_those_apart_are_copied_at_once(tracker: WriteTracker, gap: int, count: int) -> None:
+    """What is written between them would cost more faults than copying takes."""
+    whole, parts = small_neighbours(gap, count)
+    pairs, before = [(part, torch.empty_like(part)) for part in parts], whole.clone()
+    copy = tracked(tracker, pairs)
+    assert not copy._protected
+    whole.zero_()
+    assert copy.finish()
+    assert all(torch.equal(buffer, before[at * (SMALL + gap) :][:SMALL]) for at, (_, buffer) in enumerate(pairs))
+
+
+def test_small_neighbours_that_cannot_be_protected_together_are_copied_at_once(
+    tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be other memory between them. Large ones are protected each by itself."""
+    _, parts = small_neighbours(16)
+    large = torch.randn(MIB)
+    pairs = [(part, torch.empty_like(part)) for part in (*parts, large)]
+    before, protect = [part.clone() for part, _ in pairs], tracker.protect
+    monkeypatch.setattr(tracker, "protect", lambda pages: protect(pages) if len(pages) <= large.nbytes else None)
+    copy = tracked(tracker, pairs)
+    assert copy._protected == [pages_of(large)]
+    for part in parts:
+        part.data.zero_()
+    assert copy.finish()
+    assert all(torch.equal(buffer, values) for (_, buffer), values in zip(pairs, before, strict=True))
+
+
 def huge_pages() -> int:
     return int(Path("/proc/self/smaps_rollup").read_text().partition("AnonHugePages:")[2].split()[0])
 
@@ -379,6 +448,13 @@ class Shared:
 HALVES = [slice(0, 0), slice(0, 1), slice(0, 3), slice(0, 6)]
 
 
+@pytest.fixture(name="step_by_step")
+def _step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor of a MiB is a step of its own."""
+    monkeypatch.setattr(write_tracker_module, "_STEP", 1)
+
+
+@pytest.mark.usefixtures("step_by_step")
 @pytest.mark.parametrize("mine", HALVES)
 def test_another_thread_copies_a_part(tracker: WriteTracker, mine: slice) -> None:
     lives = [torch.randn(MIB + 7 * at) for at in range(6)]
@@ -392,6 +468,7 @@ def test_another_thread_copies_a_part(tracker: WriteTracker, mine: slice) -> Non
     assert tracker.in_use.acquire(blocking=False)
 
 
+@pytest.mark.usefixtures("step_by_step")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mine", HALVES[1:])
 def test_a_write_is_found_whichever_thread_copies_it(
@@ -405,6 +482,7 @@ def test_a_write_is_found_whichever_thread_copies_it(
         assert tracker.in_use.acquire(blocking=False)
 
 
+@pytest.mark.usefixtures("step_by_step")
 @pytest.mark.parametrize("error", [OSError, ArithmeticError])
 def test_a_block_that_another_thread_could_not_copy_is_not_taken_for_whole(
     tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch, error: type[Exception]

@@ -364,15 +364,39 @@ def compared_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_single_process_compares_in_the_thread_of_the_trace(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_does_not_compare(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = compared_by(monkeypatch)
     with job(store) as one:
         one.ckpt.resume()
         for _ in range(4):
             one.step()
-            assert tracer_of(one.ckpt)._writer._thread.join(180)  # type: ignore[union-attr]
-    assert seen == ["driftpoint-trace"] * 3
+            assert tracer_of(one.ckpt)._comparing.join(180)  # type: ignore[union-attr]
+    assert len(seen) == 3 and threading.current_thread().name not in seen
     assert [line.step for line in only(store).of(MovedLine)] == [2, 3]
+
+
+def test_at_most_one_decision_waits_to_be_compared(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training compares where the background does not keep up, so that signatures do not pile up."""
+    seen, goes_on, append = compared_by(monkeypatch), threading.Event(), TraceFile.append
+
+    def slow(file: TraceFile, line: bytes, *, job: bool = False) -> None:
+        assert goes_on.wait(180)
+        append(file, line, job=job)
+
+    def busy() -> Compared:
+        assert goes_on.wait(180)
+        return Compared((), torch.zeros(0))
+
+    monkeypatch.setattr(TraceFile, "append", slow)
+    with job(store) as one:
+        one.ckpt.resume()
+        tracer_of(one.ckpt)._comparing.submit(busy)  # type: ignore[union-attr]
+        for _ in range(6):
+            one.step()
+        assert seen == [threading.current_thread().name] * 4  # of five; the newest waits
+        goes_on.set()
+    assert len(seen) == 5 and seen[4] != threading.current_thread().name
+    assert [line.step for line in only(store).of(MovedLine)] == list(range(2, 6))
 
 
 def test_a_slow_disk_does_not_keep_signatures_waiting(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,9 +409,9 @@ def test_a_slow_disk_does_not_keep_signatures_waiting(store: Path, monkeypatch: 
     monkeypatch.setattr(TraceFile, "append", slow)
     with job(store) as one:
         _, states = trained(one, 8)
-        assert seen == [threading.current_thread().name] * 5  # of seven; the newest two wait
+        assert tracer_of(one.ckpt)._comparing.join(180)  # type: ignore[union-attr]
+        assert threading.current_thread().name not in seen and len(seen) == 7
         goes_on.set()
-    assert seen[5:] == ["driftpoint-trace"] * 2
     lines = only(store).of(MovedLine)
     assert [line.step for line in lines] == list(range(2, 8))
     for line in lines:
