@@ -23,7 +23,7 @@ from monitor.background import Beside, Once, alone
 from monitor.observe.units import LocalUnit
 from monitor.save.device_memory import LastViews, MemoryViews
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import LastPlans, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from store.errors import SaveError, StateChangedError
 
 _log = logging.getLogger("driftpoint")
@@ -114,7 +114,7 @@ class AsyncCopy:
             self._devices.setdefault(views.device, [])
             self._kept, self.units = self.units, []
 
-    def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
+    def start_tracked(self, tracker: WriteTracker, last: LastPlans) -> bool:
         """Start with every write to the sources tracked. Return False if that is impossible. Training thread."""
         if self._host or self._devices or self._encoded or not self.units:
             return False
@@ -303,7 +303,7 @@ class CopyTiming:
         self._lazy = setting == "lazy" or (setting == "auto" and private)
         self._tracker = write_tracker() if setting == "auto" else None
         self._last = AsyncCopy()  # the last one with tracked writes
-        self._plan, self._views = LastPlan(), LastViews()
+        self._plan, self._views = LastPlans(), LastViews()
 
     def start(self, copying: AsyncCopy) -> None:
         """Start the copies, and complete them if they are not made beside training."""

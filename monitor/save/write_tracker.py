@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -203,32 +204,35 @@ class CopyPlan:
         return _steps(blocks), held, (list(outside), [], None)
 
 
-class LastPlan:
-    """Caches the regions of units and the plan of their copies: mostly the same memory goes into the same buffers."""
+class LastPlans:
+    """Keeps the regions of units and the plans of their copies: mostly the same memory goes into the same buffers."""
 
     def __init__(self) -> None:
-        self._layouts: Sequence[UnitLayout] = ()
-        self._places: list[int] | None = None  # in the tensors of the job's identity, if all pieces lie there
-        self._regions, self._firsts = MemoryRegions.of(()), np.zeros(0, np.int64)
-        self._plan: CopyPlan | None = None
+        self._regions = deque[tuple[Sequence[UnitLayout], MemoryRegions, Integers, list[int] | None]](maxlen=2)
+        self._plans = deque[CopyPlan](maxlen=4)  # of saves, and of snapshots, whose buffers take turns
 
     def sources(self, parts: Sequence[LocalUnit]) -> tuple[MemoryRegions, Sequence[torch.Tensor], Integers]:
         """Return for all pieces: regions, the tensors that they lie in, and at which byte of these they begin."""
         layouts = list(map(attrgetter("layout"), parts))
-        if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
-            self._regions = MemoryRegions.joined([layout.regions for layout in layouts])
-            self._firsts = np.concatenate([layout.firsts for layout in layouts])
+        same = (one for one in self._regions if len(layouts) == len(one[0]) and all(map(is_, layouts, one[0])))
+        if (found := next(same, None)) is None:
+            regions = MemoryRegions.joined([layout.regions for layout in layouts])
+            firsts = np.concatenate([layout.firsts for layout in layouts])
             spans = [layout.spans for layout in layouts]
-            self._places = None if None in spans else [index for span in spans for index, _ in span or ()]
-            self._layouts = layouts
-        if not self._places:
-            return self._regions, list(chain(*(part.sources for part in parts))), self._firsts
-        return self._regions, list(map(parts[0].owners.__getitem__, self._places)), self._firsts
+            places = None if None in spans else [index for span in spans for index, _ in span or ()]
+            found = layouts, regions, firsts, places
+            self._regions.appendleft(found)
+        _, regions, firsts, places = found
+        if not places:  # pieces do not all lie in tensors of the job's identity
+            return regions, list(chain(*(part.sources for part in parts))), firsts
+        return regions, list(map(parts[0].owners.__getitem__, places)), firsts
 
     def plan(self, regions: MemoryRegions, targets: Integers) -> CopyPlan:
-        if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
-            self._plan = CopyPlan(regions, targets)
-        return self._plan
+        for plan in self._plans:
+            if plan.regions is regions and np.array_equal(plan.targets, targets):
+                return plan
+        self._plans.appendleft(CopyPlan(regions, targets))
+        return self._plans[0]
 
 
 _Region = tuple[int, int, int]  # target, source, size

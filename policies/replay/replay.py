@@ -203,7 +203,6 @@ class _Replay:
         return float(np.hypot(moved, version.error))
 
     def _recorded(self, point: DecisionPoint, index: int, version: Version) -> bool:
-        """Return whether the recorded run had this version at the decision."""
         line = point.line
         if index >= min(len(line.drift), len(line.staleness)) or (staleness := line.staleness[index]) is None:
             return False

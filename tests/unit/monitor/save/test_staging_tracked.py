@@ -24,7 +24,7 @@ from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.context import JobContext
 from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save import async_copy
-from monitor.save.write_tracker import LastPlan, WriteTracker, write_tracker
+from monitor.save.write_tracker import CopyPlan, LastPlans, WriteTracker, write_tracker
 from store.errors import SaveError
 from store.names import Fragment, Unit
 from tests.support.internals import hold_writer, saver_of
@@ -398,6 +398,26 @@ def test_private_state_that_was_changed_is_copied_at_once_from_then_on(
 
 
 @tracked_only
+def test_copies_are_planned_once_for_each_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two snapshots that take turns, and of saves in between."""
+    planned, plan = list[int](), CopyPlan.__init__
+
+    def note(self: CopyPlan, *given: Any) -> None:
+        planned.append(one.ckpt._step)
+        plan(self, *given)
+
+    monkeypatch.setattr(CopyPlan, "__init__", note)
+    one = Job(tmp_path / "s", every=5, memory=memory(tmp_path / "s"))
+    for _ in range(30):
+        one.step()
+        settle(one)
+    kept = kept_steps(tmp_path / "s")
+    one.ckpt.close(save=False)
+    assert kept[-1] == 30 and committed_steps(tmp_path / "s")[-1] == 30
+    assert len(planned) <= 4 and max(planned) <= 10
+
+
+@tracked_only
 def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypatch: pytest.MonkeyPatch) -> None:
     live = [torch.randn(1 << 20), torch.randn(10)]
     pinned, buffers = live[0], [torch.empty_like(one) for one in live]
@@ -405,7 +425,7 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
     copying = async_copy.AsyncCopy()
     add(copying, live, buffers)
     tracker = write_tracker()
-    assert tracker is not None and not copying.start_tracked(tracker, LastPlan())
+    assert tracker is not None and not copying.start_tracked(tracker, LastPlans())
     assert tracker.in_use.acquire(blocking=False)
     tracker.in_use.release()
 
