@@ -33,7 +33,7 @@ from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
-_OFFSETS_PER_BUCKET = 8  # O = 8 k or slightly more: the 2/O in the variance is then a quarter of the 1/k
+_OFFSETS_PER_BUCKET = 8  # O = 8 k: the 2/O in the variance is then a quarter of the 1/k
 
 _FLUSH_EVERY = 64  # chunks between two additions to the float64 total
 
@@ -137,7 +137,7 @@ def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor
     """Return O, the table of signs, and the slots of the buckets, as rows of ``width``.
 
     Drawn on the host, since generators of other devices give other numbers."""
-    offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
+    offsets = _OFFSETS_PER_BUCKET * width
     generator = torch.Generator().manual_seed(_mix(seed, chunk_length)[0] >> 1)
     signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
     slots = torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator, device="cpu")
