@@ -6,6 +6,7 @@ They wait for a late rank as long as the job's own collectives do. Training thre
 import pickle
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -142,11 +143,12 @@ class GlooGroup(Group):
 
 
 class AsyncSum:
-    """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often.
+    """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often, in turn.
 
-    It has a process group of its own. Construction is collective."""
+    It has a process group of its own. Construction is collective. Any thread may call :meth:`start`."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # or a rank that leaves meanwhile would have torch take the default group
         self._group: dist.ProcessGroup | None = _new_group()
         self._values = torch.zeros(0, device="cpu")
         self._work: dist.Work | None = None
@@ -165,8 +167,8 @@ class AsyncSum:
 
     def start(self, values: torch.Tensor) -> None:
         """Begin to sum ``values``, in place: the caller must not use it again. Raises CollectiveError."""
-        self._values = values
-        with _collective(self._group, self.leave):
+        with self._lock, _collective(self._group, self.leave):
+            self._values = values
             self._work = dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
 
     def finish(self) -> torch.Tensor | None:
@@ -182,7 +184,8 @@ class AsyncSum:
 
     def leave(self) -> None:
         """Leave as :meth:`Group.leave` does. A sum under way is first waited for, in the background."""
-        group, work, self._group, self._work = self._group, self._work, None, None
+        with self._lock:
+            group, work, self._group, self._work = self._group, self._work, None, None
         if group is not None and work is not None and not work.is_completed():
             with suppress(RuntimeError):  # at exit, no thread can be started
                 run_in_background("driftpoint-leave", partial(_destroy, group, work))

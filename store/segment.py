@@ -172,6 +172,7 @@ def check_header(files: Files, path: str, header_bytes: int, expected: str) -> N
 
 @without_gc()
 def _header(items: Sequence[Item], sizes: Sequence[int], length: int) -> bytes:
+    """Return the safetensors header for items of these sizes, padded to ``length`` bytes."""
     position, table = 0, {}
     for item, nbytes in zip(items, sizes, strict=True):
         end = position + nbytes

@@ -313,6 +313,7 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
 
 
 def _not_loaded(checkpoint: Checkpoint, groups: Groups) -> list[str]:
+    """Return the tensors in no param group, which the loaders do not touch."""
     inside = set(chain.from_iterable(groups))
     return [fqn for fqn in checkpoint.tensors if fqn not in inside and checkpoint.numel(fqn)]
 

@@ -158,6 +158,7 @@ def _unknown(fqn: str) -> ConfigError:
 
 
 def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
+    """Group a module that is not one layer as a whole."""
     if node.own:
         yield _Group(node.path or ROOT, False, tuple(node.own.values()))
     stacked = _stacked(node)
@@ -171,6 +172,7 @@ def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
 
 
 def _block(node: _Node, experts: bool) -> Iterator[_Group]:
+    """Group a repeated block: one layer, and one per expert."""
     separate = [group for child in node.children.values() for group in _experts(child)] if experts else []
     taken = {fqn for group in separate for fqn in group.fqns}
     rest = tuple(fqn for fqn in node.fqns() if fqn not in taken)

@@ -230,6 +230,7 @@ class ReadResult:
 
 
 def _sharing_memory(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces whose memory overlaps that of another one."""
     pieces = [piece for piece in pieces if piece.tensor.nbytes]
     starts = np.array([piece.tensor.data_ptr() for piece in pieces], np.int64)
     order = np.argsort(starts, kind="stable")

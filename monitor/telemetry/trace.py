@@ -2,8 +2,8 @@
 
 The trace needs no measurements of its own: it takes the signatures of decisions and saves, and keeps some of them, to
 compare units with earlier decisions whether or not they were saved. A background thread makes and writes the lines, so
-a slow disk never blocks training. Another thread compares. Several ranks begin an asynchronous sum of what it found at
-the next decision, which is written at the one after it. Collectives depend on rank 0's settings at attach only.
+a slow disk never blocks training. Another one compares, and with several ranks begins an asynchronous sum, which is
+written at the next decision. Collectives depend on rank 0's settings at attach only.
 
 Each line is one unsynced write at the file's end; one torn by a crash is closed off first. A full file is renamed; the
 next begins with the last job line, to be read alone. After an error it ends with one report, so it has no gaps."""
@@ -17,7 +17,6 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store import trace as traces
-from store.errors import CollectiveError, StorageError
+from store.errors import StorageError
 from store.names import Unit
 from store.schema import as_json
 
@@ -59,8 +58,8 @@ class TraceRecorder(SaveListener):
         self._writer: TraceWriter | None = None
         self._anchors = 0  # number of earlier decisions to compare with; 0: none
         self._history: DriftHistory | None = None
-        self._comparing: BackgroundWorker[Compared] | None = None
-        self._newest: tuple[Once[Compared], Callable[[Compared], traces.MovedLine | None]] | None = None
+        self._comparing: BackgroundWorker[None] | None = None
+        self._begun: Callable[[], None] = lambda: None  # compares the last decision, and begins the sum
         self._sum: AsyncSum | None = None  # of comparisons, over ranks
         self._summed_line: Callable[[torch.Tensor], traces.MovedLine | None] = lambda _: None
         self._units: tuple[Unit, ...] = ()
@@ -89,7 +88,7 @@ class TraceRecorder(SaveListener):
             self._put_job()
 
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
-        self._put_sums()
+        self._put_sum()
         self._decision, self._history = None, None
         self._units = tuple(self._table.sizes)
         self._moving = tuple(unit for unit in self._units if is_moving(unit))
@@ -131,13 +130,12 @@ class TraceRecorder(SaveListener):
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
         self._put_sum()
-        self._start_sum()
         if self._decision is not None:
             self._decision[1].update(signatures)
         self._put_moved()
 
     def _put_moved(self) -> None:
-        """Begin to compare the last decision with earlier ones, and to write the line if no other rank has a part."""
+        """Write how far units had moved at the last decision, or begin to sum it, in the background. Collective."""
         if self._decision is None:
             return
         (step, signatures), self._decision = self._decision, None
@@ -157,30 +155,22 @@ class TraceRecorder(SaveListener):
             return moved_line(step, compared, [rows_of().get(unit) for unit in units])
 
         once = Once(compare)
-        self._newest = once, line
-        self._comparing.submit(once)
+
+        def begin() -> None:
+            compared = once()
+            if self._sum is not None and compared.steps:
+                self._summed_line = lambda rows: line(Compared(compared.steps, rows))
+                self._sum.start(compared.rows)
+
+        self._begun = Once(begin)
+        self._comparing.finished()  # of earlier decisions
+        self._comparing.submit(self._begun)
         if self._sum is None:
             self._put(lambda: line(once()))
 
-    def _start_sum(self) -> None:
-        """Begin to sum the newest comparison over ranks. Collective."""
-        newest, self._newest = self._newest, None
-        if self._comparing is None or newest is None:
-            return
-        self._comparing.finished()  # results of calls
-        compared, line = newest[0](), newest[1]  # done by now, unless decisions are made faster
-        if self._sum is not None and compared.steps:
-            self._summed_line = lambda rows: line(Compared(compared.steps, rows))
-            self._sum.start(compared.rows)
-
-    def _put_sums(self) -> None:
-        """Write the lines of all comparisons so far. Collective."""
-        self._put_sum()
-        self._start_sum()
-        self._put_sum()
-
     def _put_sum(self) -> None:
-        """Write the line whose sum over ranks was begun. Collective."""
+        """Write the line whose sum over ranks began at the last decision. Collective."""
+        self._begun()  # done by now, unless decisions are made faster
         summed = None if self._sum is None else self._sum.finish()
         if summed is not None:
             self._put(partial(self._summed_line, summed))
@@ -205,7 +195,7 @@ class TraceRecorder(SaveListener):
         self._copy_wait += seconds
 
     def on_resume(self, event: events.ResumeEvent) -> None:
-        self._put_sums()
+        self._put_sum()
         self._decision, self._history = None, None  # their signatures are of another branch
         self.resumed_step = event.step
         line = traces.ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
@@ -218,14 +208,12 @@ class TraceRecorder(SaveListener):
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()
         until = time.monotonic() + (min(timeout / 4, _LAST_SUM) if clean else 0.0)
-        for last in (False, True):  # the sum under way, and that of the newest comparison
-            with suppress(CollectiveError):
-                if last and clean and not (self._sum and self._sum.under_way):
-                    self._start_sum()
-                while self._sum is not None and self._sum.under_way and not self._sum.done and time.monotonic() < until:
-                    time.sleep(0.01)
-                if self._sum is not None and self._sum.done:
-                    self._put_sum()
+        if self._comparing is not None:
+            self._comparing.join(until - time.monotonic())
+        while self._sum is not None and self._sum.under_way and not self._sum.done and time.monotonic() < until:
+            time.sleep(0.01)
+        if self._sum is not None and self._sum.done:
+            self._put_sum()
         self.close(timeout)
 
     def close(self, timeout: float) -> None:

@@ -275,6 +275,7 @@ class Bucket:
         return storage_error(error, verb, self.where(key))
 
     def _holds(self, key: str, data: bytes) -> bool | None:
+        """Return whether an object has these bytes; None if there is none."""
         try:
             return self.get(key, len(data)) == data
         except MissingError:

@@ -224,6 +224,48 @@ dist.destroy_process_group()
 """
 
 
+_LEAVES_MEANWHILE = """
+import sys, threading, time
+import pytest
+import torch
+import torch.distributed as dist
+from monitor.distributed import current_group
+from store.errors import CollectiveError
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+group, began, real = current_group(), threading.Event(), dist.all_reduce
+summing = group.async_sum()
+def slow(values, *, group, **more):
+    began.set()
+    time.sleep(0.5)
+    assert group is not None and group is summing._group, "the sum would be one of the default group"
+    return real(values, group=group, **more)
+dist.all_reduce = slow
+errors = []
+def start():
+    try:
+        summing.start(torch.ones(1))
+    except BaseException as error:
+        errors.append(error)
+thread = threading.Thread(target=start)
+thread.start()
+assert began.wait(60)
+group.leave()
+thread.join()
+assert not errors, errors
+with pytest.raises(CollectiveError):
+    summing.start(torch.ones(1))
+dist.all_reduce = real
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.core
+def test_a_sum_that_another_thread_begins_is_never_one_of_the_default_group(tmp_path: Path) -> None:
+    run_ranks(_LEAVES_MEANWHILE, tmp_path)
+
+
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.core), 1, 2])
 def test_where_one_rank_left_the_others_do_not_wait(tmp_path: Path, first: int) -> None:
     """The timeout of these groups is half an hour. The job's own group is not touched.
