@@ -1,7 +1,7 @@
 """Run small CPU collectives, execute actions on all ranks or none, and identify nodes.
 
 Collectives use a gloo group of their own, so they never interleave with the framework's collectives on the accelerator.
-They wait for a late rank as long as the job's own collectives do. Training thread only."""
+They wait for a late rank as long as the job's own collectives do. Training thread only, except ``AsyncSum.start``."""
 
 import pickle
 import socket
