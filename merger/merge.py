@@ -152,7 +152,6 @@ def _create(folder: Path, file: OutFile) -> _CreatedFile:
 
 
 def _finish(created: Sequence[_CreatedFile], result: TransferResult, workers: int) -> None:
-    """Seal and sync every file, then read every byte back."""
     checks: list[tuple[_CreatedFile, Hole | None, int]] = []
     for i, one in enumerate(created):
         crcs = checksums(result.pieces.get(i, ()), one.holes)

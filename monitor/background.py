@@ -202,7 +202,6 @@ class BackgroundWorker(Generic[T]):
                 self._lock.notify_all()
 
     def _drop(self) -> None:
-        """Drop the queued tasks, and stop the thread after the running one."""
         with suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()

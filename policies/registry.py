@@ -172,7 +172,6 @@ def _wrap(reference: str, policy: Any, taken: Sequence[str]) -> UserPolicy:
 
 
 def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
-    """Run user code and turn its exceptions into ConfigError."""
     try:
         return action()
     except ConfigError:

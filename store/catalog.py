@@ -70,12 +70,13 @@ class CommitSummary:
 class CommitSurvey:
     """All commits, newest first, as pruning found them."""
 
-    names: list[str]  # all in manifests/
-    others: list[str]  # those that name no commit
-    whole: tuple[SaveId, ...]
-    readable: dict[SaveId, CommitSummary]
-    unreadable: tuple[SaveId, ...]  # whose manifest is damaged
-    refused: str  # error of a refused read, '' if there was none
+    names: frozenset[str] = frozenset()  # all in manifests/
+    others: list[str] = field(default_factory=list)  # those that name no commit
+    whole: tuple[SaveId, ...] = ()
+    readable: dict[SaveId, CommitSummary] = field(default_factory=dict)
+    groups: dict[SaveId, int] = field(default_factory=dict)  # that these reach
+    unreadable: tuple[SaveId, ...] = ()  # whose manifest is damaged
+    refused: str = ""  # error of a refused read, '' if there was none
 
 
 class Catalog:
@@ -86,7 +87,7 @@ class Catalog:
         self.record = record
         self._manifests: dict[SaveId, schema.ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
-        self.survey: CommitSurvey | None = None  # the last one of store.retention
+        self.survey = CommitSurvey()  # the last one of store.retention
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
         self.weights: dict[SaveId, str | None] = {}  # weights-only commits, and the commit that each continues
         self.kept_weights: set[SaveId] = set()  # commits with a weights-only commit that this process read back
@@ -203,7 +204,7 @@ class Catalog:
         """Clear the cache, so that records are read from storage again."""
         self._manifests.clear()
         self._groups.clear()
-        self.survey = None
+        self.survey = CommitSurvey()
         self.swept.clear()
 
     def _load_group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:

@@ -251,6 +251,7 @@ def parse_save_file(name: str) -> SaveId | None:
     return parse_save_dir(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
+@lru_cache(1 << 14)
 def parse_save_dir(name: str) -> SaveId | None:
     """Return the save of a directory name in ``segments/``, None for other names."""
     try:

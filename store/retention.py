@@ -11,19 +11,18 @@ Manifests are removed first and their directory is synced before any segment is 
 points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the newest
 epoch) may prune. Segments of its epoch that are newer than the newest commit belong to a save in progress and stay."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 
 from store import names as paths
-from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, find_lineage, newest_first, open_catalog
+from store.catalog import Catalog, CommitSummary, CommitSurvey, find_lineage, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, FencedError, MissingError, StorageError
 from store.location import free_bytes
 from store.names import SaveId, group_by_key
-from store.resolve import with_bases
-from store.schema import ManifestRecord, UnitRecord
+from store.resolve import groups_of, survey_commits
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, LocalFiles, list_or_empty
@@ -70,6 +69,8 @@ def select_retained(
     all_saves = sorted(saves, reverse=True)
     newest_first = [save for save in all_saves if save not in suspects] or all_saves
     keep = {*all_saves[:1], *newest_first[: retention.keep_last]}
+    if len(newest_first) <= retention.keep_last:
+        return keep
     keep.update(sorted(proven & set(newest_first), reverse=True)[:1])
     best_last = sorted(newest_first, key=lineage.__contains__)
     if retention.keep_every is not None:
@@ -114,22 +115,27 @@ class PrunePlan:
     """Commits that the plan was made for."""
 
 
-def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False, saves: int = 1) -> int:
+def bytes_to_free(
+    catalog: Catalog, retention: Retention, commits: CommitSurvey | None = None, *, failed: bool = False, saves: int = 1
+) -> int:
     """Return the bytes that the store must free until so many full saves fit; 0 if they fit, or if that is unknown.
 
+    ``commits``: what :func:`survey_commits` just returned. None: it is called here if that is needed.
     ``failed``: whether a save failed for want of space. Then something must be freed even if there seems to be room: a
     quota, for example, is not seen in advance."""
     least, free = int(failed), free_bytes(catalog.files)
-    commits = _survey(catalog).readable if failed or free is not None else {}
-    if not commits:
+    if free is None and not failed:
+        return 0
+    commits = commits or survey_commits(catalog)
+    if not commits.readable:
         return 0
     if free is None:
         return least
-    payload = next(iter(commits.values())).full_bytes
+    payload = next(iter(commits.readable.values())).full_bytes
     needed = saves * (payload + payload // 50 + _RECORDS)
     short = needed - free
     if retention.max_share is not None:
-        held = sum({group: size for one in commits.values() for group, size in one.groups.items()}.values())
+        held = sum(commits.groups.values())
         short = max(short, needed + held - int(retention.max_share * (free + held)))
     return max(short, least)
 
@@ -148,6 +154,7 @@ def plan_prune(
     make_room: int = 0,
     continued: SaveId | None = None,
     *,
+    commits: CommitSurvey | None = None,
     groups: Set[SaveId] = frozenset(),
     least: int = 1,
     ended: bool = False,
@@ -158,11 +165,12 @@ def plan_prune(
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.
+        commits: What :func:`survey_commits` just returned. None: it is called here.
         groups: Segment groups that the next commit refers to; they and the commits through which they are found stay.
         least: Newest commits that stay however much room is wanted.
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress."""
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
-    files, commits = catalog.files, _survey(catalog)
+    files, commits = catalog.files, commits or survey_commits(catalog)
     folders = {name: paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)}
     unrecognised = [f"{paths.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = paths.TOP_LEVEL | paths.FOREIGN
@@ -185,15 +193,17 @@ def plan_prune(
     proven = set(newest_first(marks[paths.PROVEN]))
     suspects = catalog.suspects().saves if marks[paths.SUSPECT] else frozenset()
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
-    older = sorted(one for one in folders.values() if one is not None and (one < newest or one.epoch < fenced))
-    garbage = _Garbage(files, readable, [group for group in older if group not in groups])
-    needed = {save for save in readable if save > newest_whole or save == continued}
+    found = {one for one in folders.values() if one is not None} - groups
+    garbage = _Garbage(files, commits, found, lambda one: one < newest or one.epoch < fenced)
+    needed = {*takewhile(newest_whole.__lt__, readable), *(readable.keys() & {continued})}
     elsewhere = groups - garbage.reachable(needed & {continued})
     needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
     other_bases = _with_other_bases(readable, commits.whole)
     weights = read_weights(catalog) if retention.weights_every else {}
     sound = {save: name for save, name in weights.items() if save not in catalog.damaged_weights}
-    lineage = find_lineage(newest, {**sound, **{save: one.previous for save, one in readable.items()}})
+    lineage: _Saves = frozenset()
+    if len(commits.whole) > retention.keep_last or retention.weights_every:  # else all commits stay
+        lineage = find_lineage(newest, {**sound, **{save: one.previous for save, one in readable.items()}})
     keep = select_retained(commits.whole, proven, retention, suspects, lineage) | needed | other_bases
     to_copy, following, stay = _select_weights(catalog, retention, commits, keep, suspects=suspects, lineage=lineage)
     gone = {save for save in aged - stay - following if save in weights or save not in keep}  # one may just be written
@@ -208,21 +218,20 @@ def plan_prune(
         given_up = _give_up(garbage, keep, spare, make_room)
         keep -= given_up
     reachable = garbage.reachable(keep)
-    dead = tuple(group for group in garbage.older if group not in reachable)
-    dropped = tuple(save for save in reversed(readable) if save not in keep)
+    dead = garbage.groups(reachable)
     catalog.swept &= reachable
     finished = sorted(group for group in reachable - catalog.swept if group < newest)
     temporaries = (
         *_temporaries({paths.MANIFESTS: commits.others, **marks}, newest, keep | (aged - old_weights)),
         *_unfinished(catalog, finished),
-        *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
+        *_old_epochs(files, keep | reachable),
     )
     unrecognised += [
         f"{paths.segment_dir(one)}/{name}" for one in dead for name in garbage.names(one) if not _is_segment_file(name)
     ]
     return PrunePlan(
-        keep=tuple(save for save in reversed(readable) if save in keep),
-        manifests=dropped,
+        keep=tuple(filter(keep.__contains__, reversed(readable))),
+        manifests=tuple(sorted(readable.keys() - keep)),
         groups=dead,
         temporaries=temporaries,
         unrecognised=tuple(unrecognised),
@@ -283,34 +292,37 @@ def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
 class _Garbage:
     """Finds the segment groups that no retained commit needs, and their bytes."""
 
-    def __init__(self, files: Files, commits: Mapping[SaveId, CommitSummary], older: Sequence[SaveId]) -> None:
-        self._files = files
-        self._commits = commits
-        self.older = older  # than the newest commit, or of a save that cannot be committed any more
+    def __init__(self, files: Files, commits: CommitSurvey, groups: _Saves, is_old: Callable[[SaveId], bool]) -> None:
+        self._commits, self._groups = commits, groups
+        self._is_old = is_old  # older than the newest commit, or of a save that cannot be committed any more
         self.names = cache(lambda group: list_or_empty(files, paths.segment_dir(group)))
-        self.size = cache(self._size)
+        self.size = cache(lambda group: _group_bytes(files, group, self.names(group)))
 
-    def reachable(self, keep: Set[SaveId]) -> set[SaveId]:
-        return set().union(*(self._commits[save].groups for save in keep))
+    def reachable(self, keep: Set[SaveId]) -> Set[SaveId]:
+        commits, all_groups = self._commits.readable, self._commits.groups
+        return all_groups.keys() if len(keep) == len(commits) else set().union(*(commits[save].groups for save in keep))
+
+    def groups(self, reachable: Set[SaveId]) -> tuple[SaveId, ...]:
+        return tuple(sorted(filter(self._is_old, self._groups - reachable)))
 
     def nbytes(self, keep: Set[SaveId]) -> int:
-        reachable = self.reachable(keep)
-        return sum(self.size(group) for group in self.older if group not in reachable)
+        return sum(map(self.size, self.groups(self.reachable(keep))))
 
-    def _size(self, group: SaveId) -> int:
-        size, local = 0, self._files.root if isinstance(self._files, LocalFiles) else None
-        for name in filter(_is_segment_file, self.names(group)):
-            path = f"{paths.segment_dir(group)}/{name}"
-            with suppress(MissingError, FileNotFoundError):
-                shared = local is not None and (local / path).stat().st_nlink > 1  # with a base that was linked
-                size += 0 if shared else self._files.size(path)
-        return size
+
+def _group_bytes(files: Files, group: SaveId, names: Iterable[str]) -> int:
+    size, local = 0, files.root if isinstance(files, LocalFiles) else None
+    for name in filter(_is_segment_file, names):
+        path = f"{paths.segment_dir(group)}/{name}"
+        with suppress(MissingError, FileNotFoundError):
+            shared = local is not None and (local / path).stat().st_nlink > 1  # with a base that was linked
+            size += 0 if shared else files.size(path)
+    return size
 
 
 def _weights_bytes(files: Files, save: SaveId) -> int:
     below = files.below(paths.weights_dir(save))
-    groups = map(paths.parse_save_dir, list_or_empty(below, paths.SEGMENTS))
-    return sum(map(_Garbage(below, {}, ()).size, filter(None, groups)))
+    groups = filter(None, map(paths.parse_save_dir, list_or_empty(below, paths.SEGMENTS)))
+    return sum(_group_bytes(below, one, list_or_empty(below, paths.segment_dir(one))) for one in groups)
 
 
 def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], wanted: int) -> set[SaveId]:
@@ -366,7 +378,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
     if plan.groups:
         require_newest(files, plan.epoch)
         catalog = open_catalog(files)
-        found = (plan.read[save].groups if save in plan.read else _groups_of(catalog, save) for save in catalog.saves())
+        found = (plan.read[save].groups if save in plan.read else groups_of(catalog, save) for save in catalog.saves())
         needed = set().union(*found)
         for group in plan.groups:
             if group not in needed:
@@ -384,69 +396,6 @@ def _remove(files: Files, path: str, plan: PrunePlan) -> None:
         files.unlink(path)
 
 
-def _survey(catalog: Catalog) -> CommitSurvey:
-    """Read the manifests that are new since the last survey, and forget those that are gone."""
-    names, last = catalog.manifest_names(), catalog.survey
-    if last is not None and last.names == names and not (last.unreadable or last.refused):
-        return last
-    readable, unreadable, refused = {}, [], ""
-    known = {} if last is None else last.readable
-    for save in newest_first(names):
-        try:
-            readable[save] = known.get(save) or _summary(catalog, save)
-        except DamagedError:
-            unreadable.append(save)
-        except StorageError as error:
-            refused = str(error)
-    whole = tuple(save for save, one in readable.items() if one.whole)
-    others = [name for name in names if paths.parse_save_file(name) is None]
-    found = catalog.survey = CommitSurvey(names, others, whole, readable, tuple(unreadable), refused)
-    return found
-
-
-def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
-    manifest, sizes = catalog.manifest(save), _groups_of(catalog, save)
-    groups = {save.name: catalog.group(save, manifest.groups[save.name]) for save in sizes}
-    for group in groups.values():
-        if group.refused:
-            raise StorageError(group.problems[-1])
-    bases = frozenset(base for unit in manifest.units for base in unit.bases)
-    return CommitSummary(
-        full_bytes=sum(_whole_bytes(unit, groups) for unit in manifest.units),
-        groups=sizes,
-        versions=bases.union(unit.save for unit in manifest.units),
-        bases=bases,
-        chained=bases.union(unit.save for unit in manifest.units if unit.bases),
-        previous=manifest.previous,
-        whole=not any(group.problems for group in groups.values()) and _has_all_bases(manifest, groups),
-    )
-
-
-def _whole_bytes(unit: UnitRecord, groups: Mapping[str, LoadedGroup]) -> int:
-    """Return the bytes of a unit's version or, if one that it is the difference to takes more, those of that one."""
-    stored = (groups[name].by_unit.get(unit.unit, ()) for name in unit.bases if name in groups)
-    return max(unit.nbytes, *(sum(entry.nbytes for _, entry in found) for found in stored), 0)
-
-
-def _groups_of(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:
-    """Return the segment groups that a commit reaches, with their payload bytes."""
-    return {SaveId.parse(name): record.payload_bytes for name, record in catalog.manifest(save).groups.items()}
-
-
-def _has_all_bases(manifest: ManifestRecord, groups: Mapping[str, LoadedGroup]) -> bool:
-    """Return whether the records of all bases of a commit's units are present; sizes and bytes are not checked."""
-    for unit in manifest.units:
-        if not {unit.save, *unit.bases} <= groups.keys():
-            return False
-        stored = groups[unit.save].by_unit.get(unit.unit, ())
-        if any(entry.base is not None for _, entry in stored):
-            try:
-                with_bases(stored, [groups[name] for name in unit.bases])
-            except DamagedError:
-                return False
-    return True
-
-
 def _why_blocked(commits: CommitSurvey) -> str:
     if commits.refused:
         return commits.refused
@@ -455,13 +404,13 @@ def _why_blocked(commits: CommitSurvey) -> str:
     return "no commit is whole" if commits.readable else "there is no commit"
 
 
-def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
+def _old_epochs(files: Files, needed: Set[SaveId]) -> Iterator[str]:
     """Yield the records of epochs that no commit needs, except the newest ones."""
     epochs = {name: paths.parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, paths.EPOCHS)}
     newest = max((epoch for epoch in epochs.values() if epoch is not None), default=0)
-    for name, epoch in epochs.items():
-        if epoch is not None and epoch <= newest - _KEPT_EPOCHS and epoch not in needed:
-            yield f"{paths.EPOCHS}/{name}"
+    old = {name: epoch for name, epoch in epochs.items() if epoch is not None and epoch <= newest - _KEPT_EPOCHS}
+    still = {save.epoch for save in needed} if old else ()
+    yield from (f"{paths.EPOCHS}/{name}" for name, epoch in old.items() if epoch not in still)
 
 
 def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:

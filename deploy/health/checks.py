@@ -219,7 +219,6 @@ def in_memory_versions(facts: Facts) -> SaveId | None:
 
 
 def _at(facts: Facts) -> float | None:
-    """Return the step of training now, or when it ended."""
     if (current := facts.current) is None:
         return None
     ended = None if current.newest is None else float(current.newest.step)

@@ -140,7 +140,6 @@ def _labelled(history: History, layers: Sequence[str], apart: int) -> list[int]:
 
 
 def _time_axis(axes: Axes, history: History) -> None:
-    """Label five columns with their steps, and mark the restarts."""
     columns = history.bins.columns
     steps = [*(one.first_step for one in columns), columns[-1].last_step]
     places = np.unique(np.linspace(0, len(columns), 5).astype(int))

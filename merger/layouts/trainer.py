@@ -73,7 +73,6 @@ def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target
 
 
 def _plain(checkpoint: Checkpoint, folder: Path) -> LayoutResult:
-    """Plan weights and optimizer of a run in which every rank held both whole."""
     if (folder / _ADAPTER_CONFIG).exists():
         raise UnsupportedError(
             f"{folder} is of a run that trained adapters only, which is not supported for a Trainer's folder; "

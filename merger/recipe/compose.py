@@ -155,7 +155,6 @@ def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[C
 
 
 def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]]) -> list[ConfigError]:
-    """Return one error for each pair of rules that name the same parameter."""
     by_pair: dict[tuple[str, str], list[str]] = {}
     for fqn, rules in claims.items():
         # A tied tensor has several names, which may all be named with the same source.

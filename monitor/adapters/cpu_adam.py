@@ -71,7 +71,6 @@ def _last_step(optimizer: Any) -> int:
 
 
 def _count(optimizer: Any, step: int, betas: Sequence[float]) -> None:
-    """Let the C++ object count an empty step."""
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     if _is_fused(optimizer):
         call = (0, optimizer._dummy_overflow_buf, [[nothing]] * 4, 0.0, *betas, 1e-8, step)

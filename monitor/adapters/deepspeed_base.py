@@ -443,7 +443,6 @@ class ZeroAdapter(EngineAdapter, ABC):
         return [whole_piece(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
 
     def _state_of(self, flat: FlatPartition) -> tuple[list[str], dict[str, Any]]:
-        """Return (slots, scalars) of a flat partition's optimizer state."""
         state = self._base_optimizer.state.get(flat.tensor, {})
         slots, scalars = optimizer_state.slots_of(state, flat.tensor), {}
         for key, value in state.items():

@@ -85,7 +85,6 @@ class ReusedGradients:
             _log.error("%s; see docs/loops.md", text)
 
     def _reused(self, left_out: Set[torch.Tensor]) -> list[str]:
-        """Return the names of those whose gradient is applied again."""
         leaves = {_leaf_of(one) for one in self._fresh if left_out} - {None}  # of a leaf, DeepSpeed sets all or none
         found = (one for one in left_out if _leaf_of(one) not in leaves)
         return sorted(self._names[one] for one in found if self._frozen or one.requires_grad)

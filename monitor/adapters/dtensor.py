@@ -182,7 +182,7 @@ class DTensorAdapter(PyTorchAdapter):
 
     @staticmethod
     def _local_memory(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # as to_local() returns, for less
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # that of to_local(), for less
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> module_tensors.Replica:
         if not isinstance(tensor, DTensor):

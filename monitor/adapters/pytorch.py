@@ -343,7 +343,6 @@ class PyTorchAdapter(base.Adapter):
     """Returns this rank's memory of a tensor; None if that is the tensor itself."""
 
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # fqn: for errors of subclasses
-        """Return an entry of optimizer state that is not a slot, as it is saved."""
         return value
 
     def _read_identity(self) -> Identity | None:

@@ -162,7 +162,6 @@ def _newest_commit(catalog: Catalog) -> _NewestCommit | None:
 
 
 def _replicas_of(name: str, reports: list[_NodeReport]) -> frozenset[int]:
-    """Return the ranks whose share of a snapshot exists as a replica only."""
     owners = [item for report in reports for item in report.versions.get(name, {}).items()]
     return frozenset({rank for rank, _ in owners} - {rank for rank, replica in owners if not replica})
 

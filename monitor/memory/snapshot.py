@@ -253,7 +253,6 @@ class SnapshotStager:
         self._copy_timing.start(copying)
 
     def _placed(self, local: Mapping[Unit, LocalUnit]) -> "_Placed":
-        """Place every fragment, unless they are those of the last snapshot."""
         layouts = {unit: part.layout for unit, part in local.items()}
         if self._last is None or self._last.layouts != layouts:
             self._last = _Placed.of(layouts, self._encodings)

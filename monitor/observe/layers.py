@@ -245,7 +245,6 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def _match_patterns(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Return fqn -> layer name for the fqns that a pattern matches."""
     claimed: dict[str, str] = {}
     for layer, pattern in patterns.items():
         try:

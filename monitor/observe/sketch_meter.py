@@ -212,7 +212,6 @@ class SketchMeter(StagingMeter[Signature]):
             return {}
 
     def _queue_of(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[tuple[list[Unit], Any]]:
-        """Return the batches that measure units, and the units of each."""
         kinds: dict[Any, dict[Unit, Sequence[torch.Tensor]]] = {}
         for unit, pieces in units.items():
             numel = sum(piece.numel() for piece in pieces)

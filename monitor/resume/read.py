@@ -199,7 +199,6 @@ class ReadResult:
         ]
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[Sequence[Piece]]:
-        """Split, in order, into large pieces and runs of small ones."""
         small: list[Piece] = []
         for piece in pieces:
             if piece.tensor.nbytes <= _SMALL and not piece.tensor.is_inference():
@@ -230,7 +229,6 @@ class ReadResult:
 
 
 def _sharing_memory(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces whose memory overlaps that of another one."""
     pieces = [piece for piece in pieces if piece.tensor.nbytes]
     starts = np.array([piece.tensor.data_ptr() for piece in pieces], np.int64)
     order = np.argsort(starts, kind="stable")

@@ -68,7 +68,6 @@ class Sample:
 
 
 def _stride(numel: int) -> int:
-    """Return the elements between the beginnings of two blocks of a sample."""
     return (numel - _WIDTH) // (_BLOCKS - 1)
 
 

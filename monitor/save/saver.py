@@ -407,7 +407,6 @@ class Saver:
         self.checker.collect()
 
     def _outcome_of(self, pending: _Pending, done: TaskResult[SaveResult | None]) -> _Outcome:
-        """Return what rank 0 tells the others of its finished save."""
         commit = _commit_of(pending, done)
         sick = commit.dropped if commit else done.error.units if isinstance(done.error, errors.NotFiniteError) else ()
         groups, progress = commit.manifest.groups if commit else self._job.ledger.groups, pending.task.progress

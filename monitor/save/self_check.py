@@ -83,7 +83,6 @@ def _digest(value: Any) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's memory behind a DTensor, or the tensor itself."""
     if type(tensor).__name__ != "DTensor":
         return tensor
     with torch.no_grad():

@@ -56,13 +56,12 @@ class DriftHistory:
             return Compared((), empty)
         now, number = self._signatures(step, signatures), self._number
         earlier = [self._decisions[at] for at in compared_with(number, self._anchors)]
-        rows = [_rows(now, then) for then in earlier]
-        self._number, self._newest = number + 1, step
+        rows = torch.stack([_rows(now, then) for then in earlier]) if earlier else empty
         # This decision or a later one is compared with the last two multiples of each power of two.
         retained = {(number >> j) << j for j in range(self._anchors)} | set(compared_with(number, self._anchors))
-        decisions = {**self._decisions, number: now}
-        self._decisions = {at: decision for at, decision in decisions.items() if at in retained}
-        return Compared(tuple(then.step for then in earlier), torch.stack(rows) if rows else empty)
+        decisions = {at: one for at, one in {**self._decisions, number: now}.items() if at in retained}
+        self._decisions, self._number, self._newest = decisions, number + 1, step
+        return Compared(tuple(then.step for then in earlier), rows)
 
     def _signatures(self, step: int, signatures: Sequence[Signature | None]) -> _DecisionSignatures:
         known = [one is not None and one.finite for one in signatures]

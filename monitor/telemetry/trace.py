@@ -33,7 +33,7 @@ from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store import trace as traces
-from store.errors import StorageError
+from store.errors import CollectiveError, StorageError
 from store.names import Unit
 from store.schema import as_json
 
@@ -146,10 +146,10 @@ class TraceRecorder(SaveListener):
         rows_of = cache(lambda: {unit: place for place, unit in enumerate(moving)})  # in the background
 
         def compare() -> Compared:
-            compared = history.add(step, [signatures.get(unit) for unit in local])
-            rows = torch.zeros(len(compared.steps), len(moving), 3, dtype=torch.float64, device="cpu")
-            rows[:, [rows_of()[unit] for unit in local]] = compared.rows
-            return Compared(compared.steps, rows)
+            rows = torch.zeros(self._anchors, len(moving), 3, dtype=torch.float64, device="cpu")
+            compared = history.add(step, [signatures.get(unit) for unit in local])  # last: a failed call is repeated
+            rows[: len(compared.steps), [rows_of()[unit] for unit in local]] = compared.rows
+            return Compared(compared.steps, rows[: len(compared.steps)])
 
         def line(compared: Compared) -> traces.MovedLine | None:
             return moved_line(step, compared, [rows_of().get(unit) for unit in units])
@@ -163,13 +163,15 @@ class TraceRecorder(SaveListener):
                 self._sum.start(compared.rows)
 
         self._begun = Once(begin)
-        self._comparing.finished()  # of earlier decisions
         self._comparing.submit(self._begun)
         if self._sum is None:
             self._put(lambda: line(once()))
 
     def _put_sum(self) -> None:
         """Write the line whose sum over ranks began at the last decision. Collective."""
+        for done in () if self._comparing is None else self._comparing.finished():
+            if isinstance(done.error, CollectiveError):  # a second attempt would not tell why
+                raise done.error
         self._begun()  # done by now, unless decisions are made faster
         summed = None if self._sum is None else self._sum.finish()
         if summed is not None:
@@ -447,7 +449,6 @@ def _ratio(moved: float, reference: float, unknown: float) -> float | None:
 
 
 def _number(value: float | None) -> float | None:
-    """Return None for infinities and NaN, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 

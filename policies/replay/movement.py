@@ -54,7 +54,6 @@ class Movement:
             return np.where(np.isinf(table.ages[0]), np.nan, (table.distances[0] / table.ages[0]) ** 2)
 
     def _nearest(self, step: float) -> int:
-        """Return the first recorded step at or after ``step``, or the last one."""
         return self._steps[min(bisect_left(self._steps, step), len(self._steps) - 1)]
 
 

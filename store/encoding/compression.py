@@ -44,7 +44,6 @@ def apply_difference(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
 
 
 def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterator[list[Integers]]:
-    """Yield the arrays' lanes as integers, a piece at a time."""
     if any(array.size != lanes_bytes(lanes) for array in arrays):
         raise ValueError(f"chunks of {[array.size for array in arrays]} bytes for lanes of {lanes_bytes(lanes)}")
     for lane, place in lane_slices(lanes):

@@ -114,7 +114,6 @@ class Generation:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder, none if it does not exist."""
     with system_errors("look into", folder), suppress(FileNotFoundError):
         return sorted(place.name for place in folder.iterdir())
     return []

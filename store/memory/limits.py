@@ -96,7 +96,6 @@ def _left(root: Path, controllers: str, path: str) -> Iterator[int]:
 
 
 def _reclaimable(place: Path, cached: str) -> int:
-    """Return the cached pages of files on disk, which the kernel reclaims first."""
     with suppress(OSError, ValueError):
         for line in (place / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -111,7 +111,6 @@ def _advice(error: BaseException, text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a server's answer on one line, without the library's debug output."""
     return " ".join(re.sub(r"<[^>]*>", " ", text.split("\n\nDebug source", 1)[0]).split())[:240]
 
 

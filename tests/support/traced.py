@@ -10,9 +10,11 @@ from typing import TypeVar
 import torch
 
 from monitor.observe.drift_meter import drift_ratio
+from monitor.types import StepReport
 from policies.base import UnitStats
 from store.names import Unit
 from store.trace import DecisionLine, JobLine, Line, Trace, incarnations, read_lines
+from tests.support.jobs import Job
 
 L = TypeVar("L", bound=Line)
 
@@ -79,3 +81,26 @@ def distances(
         found[0] += float((values.double() - then[key].double()).square().sum())
         found[1] += float(then[key].double().square().sum())
     return {unit: drift_ratio(moved, reference) for unit, (moved, reference) in sums.items()}
+
+
+def beside(store: Path) -> Path:
+    return store.with_name("store.trace.jsonl")
+
+
+def trained(one: Job, steps: int) -> tuple[list[StepReport], dict[int, dict[str, torch.Tensor]]]:
+    """Reports of so many steps, and the live state at each of them."""
+    reports, states = [], {}
+    one.ckpt.resume()
+    for _ in range(steps):
+        report = one.step()
+        assert report is not None
+        reports.append(report)
+        states[report.step] = one.weights()
+    return reports, states
+
+
+def only(store: Path) -> Traced:
+    """What one process has written, in another epoch too."""
+    first, *rest = traced(beside(store))
+    assert all((one.job.started, one.units) == (first.job.started, first.units) for one in rest)
+    return Traced(first.job, tuple(line for one in (first, *rest) for line in one.lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,22 @@ def test_what_is_kept_does_not_change_with_what_was_given() -> None:
     ladder.add(0, [Signature(live, (1,), True)])
     live += 1
     assert ladder.add(1, [Signature(live, (1,), True)]).rows.tolist() == [[[1.0, 1.0, 0.0]]]
+
+
+@pytest.mark.parametrize("allowed", range(4))
+def test_a_call_that_failed_is_repeated(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that lacked memory for a moment would leave out a sum that the others begin."""
+    ladder, same = DriftHistory(3, WIDTH), DriftHistory(3, WIDTH)
+    climbed(ladder, 4), climbed(same, 4)
+    stack, calls = torch.stack, iter(range(allowed))
+
+    def full(*args: Any, **settings: Any) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise MemoryError
+        return stack(*args, **settings)
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(torch, "stack", full)
+        ladder.add(40, [signature(9.0)])
+    found, expected = (one.add(40, [signature(9.0)]) for one in (ladder, same))
+    assert found.steps == expected.steps == (30, 20, 0) and torch.equal(found.rows, expected.rows)

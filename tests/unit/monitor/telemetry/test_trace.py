@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,8 @@ import torch
 
 from deploy.report.history import read_history
 from monitor.config.load import load_config
-from monitor.observe.drift_meter import Signature
 from monitor.observe.sketch_meter import Projection
-from monitor.telemetry.drift_history import Compared, DriftHistory, compared_with
-from monitor.telemetry.trace import TraceFile
-from monitor.types import StepReport
+from monitor.telemetry.drift_history import compared_with
 from policies.base import Budget, History
 from policies.builtin import Observe
 from store.catalog import open_catalog
@@ -29,7 +26,7 @@ from store.trace import CommitLine, DecisionLine, FailedLine, MovedLine, Resumed
 from store.verify import verify
 from tests.support.internals import history_bytes, tracer_of
 from tests.support.jobs import LAYERS, Job, job, same
-from tests.support.traced import Traced, distances, shown, trace_of, traced
+from tests.support.traced import beside, distances, only, shown, trace_of, traced, trained
 
 WIDE: dict[str, Any] = {"width": 96}
 """Of the three blocks each slot has 9 312 values, more than a sketch keeps whole."""
@@ -56,29 +53,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-def beside(store: Path) -> Path:
-    return store.with_name("store.trace.jsonl")
-
-
-def trained(one: Job, steps: int) -> tuple[list[StepReport], dict[int, dict[str, torch.Tensor]]]:
-    """Reports of so many steps, and the live state at each of them."""
-    reports, states = [], {}
-    one.ckpt.resume()
-    for _ in range(steps):
-        report = one.step()
-        assert report is not None
-        reports.append(report)
-        states[report.step] = one.weights()
-    return reports, states
-
-
-def only(store: Path) -> Traced:
-    """What one process has written, in another epoch too."""
-    first, *rest = traced(beside(store))
-    assert all((one.job.started, one.units) == (first.job.started, first.units) for one in rest)
-    return Traced(first.job, tuple(line for one in (first, *rest) for line in one.lines))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -350,75 +324,6 @@ def test_buffers_are_left_out_of_what_moved(store: Path) -> None:
     (line,) = found.of(MovedLine)
     buffers = [at for at, unit in enumerate(found.units) if unit.slot == BUFFER]
     assert buffers and [at for at, ratio in enumerate(line.since[1]) if ratio is None] == buffers
-
-
-def compared_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the threads that compare decisions, in order."""
-    seen, add = [], DriftHistory.add
-
-    def noted(history: DriftHistory, step: int, signatures: Sequence[Signature | None]) -> Compared:
-        seen.append(threading.current_thread().name)
-        return add(history, step, signatures)
-
-    monkeypatch.setattr(DriftHistory, "add", noted)
-    return seen
-
-
-def test_training_does_not_compare(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = compared_by(monkeypatch)
-    with job(store) as one:
-        one.ckpt.resume()
-        for _ in range(4):
-            one.step()
-            assert tracer_of(one.ckpt)._comparing.join(180)  # type: ignore[union-attr]
-    assert len(seen) == 3 and threading.current_thread().name not in seen
-    assert [line.step for line in only(store).of(MovedLine)] == [2, 3]
-
-
-def test_at_most_one_decision_waits_to_be_compared(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training compares where the background does not keep up, so that signatures do not pile up."""
-    seen, goes_on, append = compared_by(monkeypatch), threading.Event(), TraceFile.append
-
-    def slow(file: TraceFile, line: bytes, *, job: bool = False) -> None:
-        assert goes_on.wait(180)
-        append(file, line, job=job)
-
-    def busy() -> Compared:
-        assert goes_on.wait(180)
-        return Compared((), torch.zeros(0))
-
-    monkeypatch.setattr(TraceFile, "append", slow)
-    with job(store) as one:
-        one.ckpt.resume()
-        tracer_of(one.ckpt)._comparing.submit(busy)  # type: ignore[union-attr]
-        for _ in range(6):
-            one.step()
-        assert seen == [threading.current_thread().name] * 4  # of five; the newest waits
-        goes_on.set()
-    assert len(seen) == 5 and seen[4] != threading.current_thread().name
-    assert [line.step for line in only(store).of(MovedLine)] == list(range(2, 6))
-
-
-def test_a_slow_disk_does_not_keep_signatures_waiting(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, goes_on, append = compared_by(monkeypatch), threading.Event(), TraceFile.append
-
-    def slow(file: TraceFile, line: bytes, *, job: bool = False) -> None:
-        assert goes_on.wait(180)
-        append(file, line, job=job)
-
-    monkeypatch.setattr(TraceFile, "append", slow)
-    with job(store) as one:
-        _, states = trained(one, 8)
-        assert tracer_of(one.ckpt)._comparing.join(180)  # type: ignore[union-attr]
-        assert threading.current_thread().name not in seen and len(seen) == 7
-        goes_on.set()
-    lines = only(store).of(MovedLine)
-    assert [line.step for line in lines] == list(range(2, 8))
-    for line in lines:
-        for then, ratios in line.since.items():
-            true = distances(states[line.step], states[then], LAYERS)
-            found = {unit: ratio for unit, ratio in zip(only(store).units, ratios, strict=True) if ratio is not None}
-            assert found == {unit: pytest.approx(true[unit], rel=0.06) for unit in found} and found
 
 
 @pytest.mark.parametrize("anchors", [0, 1, 3])
