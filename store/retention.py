@@ -405,7 +405,6 @@ def _why_blocked(commits: CommitSurvey) -> str:
 
 
 def _old_epochs(files: Files, needed: Set[SaveId]) -> Iterator[str]:
-    """Yield the records of epochs that no commit needs, except the newest ones."""
     epochs = {name: paths.parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, paths.EPOCHS)}
     newest = max((epoch for epoch in epochs.values() if epoch is not None), default=0)
     old = {name: epoch for name, epoch in epochs.items() if epoch is not None and epoch <= newest - _KEPT_EPOCHS}
