@@ -8,7 +8,7 @@ before they committed. ``driftpoint run`` sets it, and withdraws it if falling b
 resumable but comes after others, so a wrong mark costs a little training. Unreadable marks are ignored."""
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,7 +87,7 @@ class Catalog:
         self.record = record
         self._manifests: dict[SaveId, schema.ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
-        self.survey = CommitSurvey()  # the last one of store.retention
+        self.survey = CommitSurvey()  # the last one
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
         self.weights: dict[SaveId, str | None] = {}  # weights-only commits, and the commit that each continues
         self.kept_weights: set[SaveId] = set()  # commits with a weights-only commit that this process read back
@@ -116,6 +116,34 @@ class Catalog:
                     "directory from a copy, or make an empty one to begin anew"
                 ) from error
             return []
+
+    def survey_commits(self, summarize: Callable[["Catalog", SaveId], CommitSummary]) -> CommitSurvey:
+        """Read the manifests that are new since the last survey, by ``summarize``, and forget those that are gone."""
+        names, last = frozenset(self.manifest_names()), self.survey
+        all_read = not (last.unreadable or last.refused)
+        if last.names == names and all_read:
+            return last
+        added, new, unreadable, refused = names - last.names, dict[SaveId, CommitSummary](), [], ""
+        for save in newest_first(added if all_read else names):
+            try:
+                if save not in last.readable:
+                    new[save] = summarize(self, save)
+            except errors.DamagedError:
+                unreadable.append(save)
+            except errors.StorageError as error:
+                refused = str(error)
+        unnamed = (name for name in added.union(last.others) & names if paths.parse_save_file(name) is None)
+        newest = next(iter(last.readable), SaveId(0, 0))
+        if len(names) < len(last.names) + len(added) or min(new, default=newest) < newest:
+            new |= {save: last.readable[save] for save in last.readable.keys() & newest_first(names)}
+            new, last = {save: new[save] for save in sorted(new, reverse=True)}, CommitSurvey()
+        groups = last.groups.copy()  # of thousands of commits, only new ones are looked at, unless some are gone
+        for one in new.values():
+            groups.update(one.groups)
+        whole = (*(save for save, one in new.items() if one.whole), *last.whole)
+        readable = {**new, **last.readable}
+        self.survey = CommitSurvey(names, sorted(unnamed), whole, readable, groups, tuple(unreadable), refused)
+        return self.survey
 
     def lost(self) -> tuple[str, ...]:
         """Return a problem if LATEST, written after each commit, names one that is newer than all in ``manifests/``."""

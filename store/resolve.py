@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, newest_first, noting, resume_order
+from store.catalog import Catalog, LoadedGroup, noting, resume_order
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source, covered_numel
-from store.names import Box, Fragment, SaveId, Unit, parse_save_file, segment_dir
+from store.names import Box, Fragment, SaveId, Unit, segment_dir
 from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.text import listed
 
@@ -287,75 +287,3 @@ def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
     if record is None:
         raise DamagedError(f"manifest {manifest.save} names save {save} but not its segment group")
     return record
-
-
-def survey_commits(catalog: Catalog) -> CommitSurvey:
-    """Read the manifests that are new since the last survey, and forget those that are gone."""
-    names, last = frozenset(catalog.manifest_names()), catalog.survey
-    all_read = not (last.unreadable or last.refused)
-    if last.names == names and all_read:
-        return last
-    added, new, unreadable, refused = names - last.names, dict[SaveId, CommitSummary](), [], ""
-    for save in newest_first(added if all_read else names):
-        try:
-            if save not in last.readable:
-                new[save] = _summary(catalog, save)
-        except DamagedError:
-            unreadable.append(save)
-        except StorageError as error:
-            refused = str(error)
-    unnamed = (name for name in added.union(last.others) & names if parse_save_file(name) is None)
-    newest = next(iter(last.readable), SaveId(0, 0))
-    if len(names) < len(last.names) + len(added) or min(new, default=newest) < newest:
-        new |= {save: last.readable[save] for save in last.readable.keys() & newest_first(names)}
-        new, last = {save: new[save] for save in sorted(new, reverse=True)}, CommitSurvey()
-    groups = last.groups.copy()  # of thousands of commits, only new ones are looked at, unless some are gone
-    for one in new.values():
-        groups.update(one.groups)
-    whole = (*(save for save, one in new.items() if one.whole), *last.whole)
-    readable = {**new, **last.readable}
-    catalog.survey = CommitSurvey(names, sorted(unnamed), whole, readable, groups, tuple(unreadable), refused)
-    return catalog.survey
-
-
-def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
-    manifest, sizes = catalog.manifest(save), groups_of(catalog, save)
-    groups = {save.name: catalog.group(save, manifest.groups[save.name]) for save in sizes}
-    for group in groups.values():
-        if group.refused:
-            raise StorageError(group.problems[-1])
-    bases = frozenset(base for unit in manifest.units for base in unit.bases)
-    return CommitSummary(
-        full_bytes=sum(_whole_bytes(unit, groups) for unit in manifest.units),
-        groups=sizes,
-        versions=bases.union(unit.save for unit in manifest.units),
-        bases=bases,
-        chained=bases.union(unit.save for unit in manifest.units if unit.bases),
-        previous=manifest.previous,
-        whole=not any(group.problems for group in groups.values()) and _has_all_bases(manifest, groups),
-    )
-
-
-def _whole_bytes(unit: UnitRecord, groups: Mapping[str, LoadedGroup]) -> int:
-    """Return the bytes of a unit's version or, if one that it is the difference to takes more, those of that one."""
-    stored = (groups[name].by_unit.get(unit.unit, ()) for name in unit.bases if name in groups)
-    return max(unit.nbytes, *(sum(entry.nbytes for _, entry in found) for found in stored), 0)
-
-
-def groups_of(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:
-    """Return the segment groups that a commit reaches, with their payload bytes."""
-    return {SaveId.parse(name): record.payload_bytes for name, record in catalog.manifest(save).groups.items()}
-
-
-def _has_all_bases(manifest: ManifestRecord, groups: Mapping[str, LoadedGroup]) -> bool:
-    """Return whether the records of all bases of a commit's units are present; sizes and bytes are not checked."""
-    for unit in manifest.units:
-        if not {unit.save, *unit.bases} <= groups.keys():
-            return False
-        stored = groups[unit.save].by_unit.get(unit.unit, ())
-        if any(entry.base is not None for _, entry in stored):
-            try:
-                with_bases(stored, [groups[name] for name in unit.bases])
-            except DamagedError:
-                return False
-    return True

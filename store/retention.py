@@ -18,11 +18,12 @@ from functools import cache
 from itertools import islice, takewhile
 
 from store import names as paths
-from store.catalog import Catalog, CommitSummary, CommitSurvey, find_lineage, newest_first, open_catalog
+from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, find_lineage, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, FencedError, MissingError, StorageError
 from store.location import free_bytes
 from store.names import SaveId, group_by_key
-from store.resolve import groups_of, survey_commits
+from store.resolve import with_bases
+from store.schema import ManifestRecord, UnitRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, LocalFiles, list_or_empty
@@ -115,18 +116,12 @@ class PrunePlan:
     """Commits that the plan was made for."""
 
 
-def bytes_to_free(
-    catalog: Catalog, retention: Retention, commits: CommitSurvey | None = None, *, failed: bool = False, saves: int = 1
-) -> int:
+def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False, saves: int = 1) -> int:
     """Return the bytes that the store must free until so many full saves fit; 0 if they fit, or if that is unknown.
 
-    ``commits``: what :func:`survey_commits` just returned. None: it is called here if that is needed.
     ``failed``: whether a save failed for want of space. Then something must be freed even if there seems to be room: a
     quota, for example, is not seen in advance."""
-    least, free = int(failed), free_bytes(catalog.files)
-    if free is None and not failed:
-        return 0
-    commits = commits or survey_commits(catalog)
+    least, free, commits = int(failed), free_bytes(catalog.files), catalog.survey_commits(_summary)
     if not commits.readable:
         return 0
     if free is None:
@@ -165,12 +160,12 @@ def plan_prune(
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.
-        commits: What :func:`survey_commits` just returned. None: it is called here.
+        commits: ``catalog.survey``, which :func:`bytes_to_free` just made. None: it is made here.
         groups: Segment groups that the next commit refers to; they and the commits through which they are found stay.
         least: Newest commits that stay however much room is wanted.
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress."""
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
-    files, commits = catalog.files, commits or survey_commits(catalog)
+    files, commits = catalog.files, commits or catalog.survey_commits(_summary)
     folders = {name: paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)}
     unrecognised = [f"{paths.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = paths.TOP_LEVEL | paths.FOREIGN
@@ -378,7 +373,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
     if plan.groups:
         require_newest(files, plan.epoch)
         catalog = open_catalog(files)
-        found = (plan.read[save].groups if save in plan.read else groups_of(catalog, save) for save in catalog.saves())
+        found = (plan.read[save].groups if save in plan.read else _groups_of(catalog, save) for save in catalog.saves())
         needed = set().union(*found)
         for group in plan.groups:
             if group not in needed:
@@ -394,6 +389,49 @@ def _remove(files: Files, path: str, plan: PrunePlan) -> None:
     require_newest(files, plan.epoch)
     with suppress(MissingError):
         files.unlink(path)
+
+
+def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
+    manifest, sizes = catalog.manifest(save), _groups_of(catalog, save)
+    groups = {save.name: catalog.group(save, manifest.groups[save.name]) for save in sizes}
+    for group in groups.values():
+        if group.refused:
+            raise StorageError(group.problems[-1])
+    bases = frozenset(base for unit in manifest.units for base in unit.bases)
+    return CommitSummary(
+        full_bytes=sum(_whole_bytes(unit, groups) for unit in manifest.units),
+        groups=sizes,
+        versions=bases.union(unit.save for unit in manifest.units),
+        bases=bases,
+        chained=bases.union(unit.save for unit in manifest.units if unit.bases),
+        previous=manifest.previous,
+        whole=not any(group.problems for group in groups.values()) and _has_all_bases(manifest, groups),
+    )
+
+
+def _whole_bytes(unit: UnitRecord, groups: Mapping[str, LoadedGroup]) -> int:
+    """Return the bytes of a unit's version or, if one that it is the difference to takes more, those of that one."""
+    stored = (groups[name].by_unit.get(unit.unit, ()) for name in unit.bases if name in groups)
+    return max(unit.nbytes, *(sum(entry.nbytes for _, entry in found) for found in stored), 0)
+
+
+def _groups_of(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:
+    """Return the segment groups that a commit reaches, with their payload bytes."""
+    return {SaveId.parse(name): record.payload_bytes for name, record in catalog.manifest(save).groups.items()}
+
+
+def _has_all_bases(manifest: ManifestRecord, groups: Mapping[str, LoadedGroup]) -> bool:
+    """Return whether the records of all bases of a commit's units are present; sizes and bytes are not checked."""
+    for unit in manifest.units:
+        if not {unit.save, *unit.bases} <= groups.keys():
+            return False
+        stored = groups[unit.save].by_unit.get(unit.unit, ())
+        if any(entry.base is not None for _, entry in stored):
+            try:
+                with_bases(stored, [groups[name] for name in unit.bases])
+            except DamagedError:
+                return False
+    return True
 
 
 def _why_blocked(commits: CommitSurvey) -> str:

@@ -27,7 +27,6 @@ from store.encoding import encoding_named
 from store.errors import DamagedError, SaveError, StorageError, UnstorableError
 from store.journal import prune_journal, recorded
 from store.names import JOURNAL, RAW, SaveId, Unit, segment_dir
-from store.resolve import survey_commits
 from store.retention import PrunePlan, Retention, bytes_to_free, execute, keep_named_weights, plan_prune, remove_failed
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, remove_segment, write_segment
@@ -223,17 +222,15 @@ def prune(
     Drops records that are not needed any more from the catalog's cache. ``failed``: whether a save failed because the
     disk was full. The commit that the job continues (``continued``) and the segment groups that its next commit refers
     to (``groups``) are not deleted. Raises SaveError if nothing may be deleted, because a commit cannot be read."""
-    commits, without_share = survey_commits(catalog), replace(retention, max_share=None)
-    lacks = partial(bytes_to_free, catalog, commits=commits)
-    wanted = lacks(retention, failed=failed)
-    lacking = lacks(without_share) if wanted else 0
+    wanted, without_share = bytes_to_free(catalog, retention, failed=failed), replace(retention, max_share=None)
+    lacking = bytes_to_free(catalog, without_share) if wanted else 0
     if lacking:
         before = catalog.manifest(catalog.saves()[0]).oldest.step  # the newest commit needs no record up to here
         prune_journal(files.below(JOURNAL), files, epoch, before)
-        wanted, lacking = lacks(retention, failed=failed), lacks(without_share)
+        wanted, lacking = bytes_to_free(catalog, retention, failed=failed), bytes_to_free(catalog, without_share)
     fits, unexplained = not (failed or lacking), failed and not lacking
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
-    plan = plan_prune(catalog, retention, epoch, wanted, continued, commits=commits, groups=groups, least=least)
+    plan = plan_prune(catalog, retention, epoch, wanted, continued, commits=catalog.survey, groups=groups, least=least)
     execute(files, plan)
     catalog.retain(plan.keep[-1:])
     if plan.blocked:

@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from store.catalog import Catalog, open_catalog
+from store.catalog import Catalog, CommitSurvey, open_catalog
 from store.errors import StorageError
 from store.names import SaveId, manifest_path
-from store.resolve import survey_commits
-from store.retention import Retention, plan_prune
+from store.retention import Retention, bytes_to_free, plan_prune
 from tests.crash.damage import flip, put, remove
 from tests.crash.simulated import SimulatedFiles
 from tests.crash.workload import Job, Memory
@@ -18,9 +17,14 @@ from tests.crash.workload import Job, Memory
 ALL = Retention(keep_last=100)
 
 
+def surveyed(catalog: Catalog) -> CommitSurvey:
+    bytes_to_free(catalog, ALL)
+    return catalog.survey
+
+
 def assert_knows_all(catalog: Catalog, files: SimulatedFiles) -> None:
     """And in the same order, newest first."""
-    known, found = survey_commits(catalog), survey_commits(open_catalog(files))
+    known, found = surveyed(catalog), surveyed(open_catalog(files))
     assert known == found
     assert list(known.readable) == list(found.readable) == sorted(found.readable, reverse=True)
 
@@ -115,7 +119,7 @@ def test_what_could_not_be_read_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     job = Job(files, Memory())
     saves = [job.save() for _ in range(3)]
     catalog = open_catalog(files)
-    survey_commits(catalog)
+    surveyed(catalog)
     saves.append(job.save())
 
     def refuse(path: str, limit: int) -> bytes:
@@ -123,6 +127,6 @@ def test_what_could_not_be_read_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(files, "read", refuse)
-        found = survey_commits(catalog)
+        found = surveyed(catalog)
     assert (found.refused[:11], list(found.readable)) == ("cannot read", saves[2::-1])
-    assert list(survey_commits(catalog).readable) == saves[::-1] and not survey_commits(catalog).refused
+    assert list(surveyed(catalog).readable) == saves[::-1] and not surveyed(catalog).refused
