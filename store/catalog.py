@@ -142,8 +142,9 @@ class Catalog:
             groups.update(one.groups)
         whole = (*(save for save, one in new.items() if one.whole), *last.whole)
         readable = {**new, **last.readable}
-        self.survey = CommitSurvey(names, sorted(unnamed), whole, readable, groups, tuple(unreadable), refused)
-        return self.survey
+        found = CommitSurvey(names, sorted(unnamed), whole, readable, groups, tuple(unreadable), refused)
+        self.survey = found  # another thread may forget it
+        return found
 
     def lost(self) -> tuple[str, ...]:
         """Return a problem if LATEST, written after each commit, names one that is newer than all in ``manifests/``."""

@@ -160,12 +160,13 @@ def plan_prune(
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.
-        commits: ``catalog.survey``, which :func:`bytes_to_free` just made. None: it is made here.
+        commits: ``catalog.survey``, which :func:`bytes_to_free` just made. None, or of no commit: it is made here.
         groups: Segment groups that the next commit refers to; they and the commits through which they are found stay.
         least: Newest commits that stay however much room is wanted.
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress."""
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
-    files, commits = catalog.files, commits or catalog.survey_commits(_summary)
+    files = catalog.files
+    commits = commits if commits and commits.names else catalog.survey_commits(_summary)
     folders = {name: paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)}
     unrecognised = [f"{paths.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = paths.TOP_LEVEL | paths.FOREIGN

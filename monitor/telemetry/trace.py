@@ -145,11 +145,13 @@ class TraceRecorder(SaveListener):
         units, moving, local = self._units, self._moving, self._local
         rows_of = cache(lambda: {unit: place for place, unit in enumerate(moving)})  # in the background
 
-        def compare() -> Compared:
-            rows = torch.zeros(self._anchors, len(moving), 3, dtype=torch.float64, device="cpu")
-            compared = history.add(step, [signatures.get(unit) for unit in local])  # last: a failed call is repeated
-            rows[: len(compared.steps), [rows_of()[unit] for unit in local]] = compared.rows
-            return Compared(compared.steps, rows[: len(compared.steps)])
+        added = Once(lambda: history.add(step, [signatures.get(unit) for unit in local]))
+
+        def compare() -> Compared:  # called again if it failed, for instance for want of memory
+            compared = added()
+            rows = torch.zeros(len(compared.steps), len(moving), 3, dtype=torch.float64, device="cpu")
+            rows[:, [rows_of()[unit] for unit in local]] = compared.rows
+            return Compared(compared.steps, rows)
 
         def line(compared: Compared) -> traces.MovedLine | None:
             return moved_line(step, compared, [rows_of().get(unit) for unit in units])
