@@ -39,6 +39,37 @@ dist.destroy_process_group()  # else gloo's threads may end the process with SIG
 """
 
 
+_BEGUN_BY_ONE = """
+import os, sys, threading, time
+import pytest
+import torch
+import torch.distributed as dist
+from pathlib import Path
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+from monitor.distributed import current_group
+from store.errors import CollectiveError
+dist.set_debug_level(dist.DebugLevel.DETAIL)  # torch begins no collective before all ranks do
+group, released = current_group(), Path(path).with_name("released")
+summing = group.async_sum()
+deadline = time.monotonic() + 120
+if rank == 0:
+    beginning = threading.Thread(target=summing.start, args=(torch.ones(1),), daemon=True)
+    beginning.start()
+    time.sleep(0.5)
+    assert beginning.is_alive(), "torch did not wait for the other rank"
+    group.leave()  # as a rank does that Ctrl-C takes out of a step
+    while not released.exists():
+        assert time.monotonic() < deadline, "the other rank still waits"
+        time.sleep(0.05)
+else:
+    with pytest.raises(CollectiveError):
+        group.all_gather(rank)
+    released.touch()
+os._exit(0)  # else torch's threads may end the process with SIGABRT
+"""
+
+
 _LATE_AT_THE_END = """
 import sys, time
 from pathlib import Path
@@ -264,6 +295,10 @@ dist.destroy_process_group()
 @pytest.mark.core
 def test_a_sum_that_another_thread_begins_is_never_one_of_the_default_group(tmp_path: Path) -> None:
     run_ranks(_LEAVES_MEANWHILE, tmp_path)
+
+
+def test_a_rank_leaves_while_torch_waits_to_begin_a_sum(tmp_path: Path) -> None:
+    run_ranks(_BEGUN_BY_ONE, tmp_path)
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.core), 1, 2])
