@@ -183,13 +183,13 @@ class AsyncSum:
         return self._values
 
     def leave(self) -> None:
-        """Leave as :meth:`Group.leave` does. A sum under way is first waited for, in the background.
-
-        Not one that torch only begins once all ranks do, as it does with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
-        begun = self._lock.acquire(timeout=_BEGINNING)
-        group, work, self._group, self._work = self._group, self._work, None, None
-        if begun:
-            self._lock.release()
+        """Leave as :meth:`Group.leave` does. A sum under way is first waited for, in the background."""
+        locked = self._lock.acquire(timeout=_BEGINNING)
+        try:
+            group, work, self._group, self._work = self._group, self._work, None, None
+        finally:
+            if locked:
+                self._lock.release()
         if group is not None and work is not None and not work.is_completed():
             with suppress(RuntimeError):  # at exit, no thread can be started
                 run_in_background("driftpoint-leave", partial(_destroy, group, work))
@@ -248,7 +248,7 @@ def _require_member(group: dist.ProcessGroup | None) -> None:
 
 
 _POLL = 0.02  # seconds
-_BEGINNING = 5.0  # most seconds that a thread takes to begin a sum, unless it waits for other ranks
+_BEGINNING = 5.0  # most seconds to begin a sum, which waits for all ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL
 _SHORTEST_TIMEOUT = timedelta(minutes=30)
 """torch's default for gloo. Ranks may be this late even if the timeout of the accelerator's backend is shorter."""
 

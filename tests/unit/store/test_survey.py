@@ -1,4 +1,4 @@
-"""A survey that only looks at what is new finds the same as one of all commits, whatever happened in between."""
+"""The catalog reads only new commits, and knows as much as one that reads all of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_commits_that_stay_are_not_looked_at_again(monkeypatch: pytest.MonkeyPat
     plan_prune(catalog, ALL)
     for one in catalog.survey.readable.values():
         for name in ("whole", "groups", "previous"):
-            object.__delattr__(one, name)  # whoever asks an old one fails
+            object.__delattr__(one, name)  # reading it again raises AttributeError
     newest = job.save()
     files.listed.clear()
     plan = plan_prune(catalog, ALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -24,15 +24,6 @@ if write_tracker() is None:
 def pages_of(live: torch.Tensor) -> range:
     begin, page = live.data_ptr(), mmap.PAGESIZE
     return range(-(-begin // page) * page, (begin + live.nbytes) // page * page)
-
-
-@pytest.fixture(name="tracker")
-def _tracker() -> Iterator[WriteTracker]:
-    tracker = write_tracker()
-    assert tracker is not None and tracker.in_use.acquire(blocking=False)
-    yield tracker
-    tracker.in_use.acquire(blocking=False)  # unless the test left it acquired
-    tracker.in_use.release()
 
 
 def to_shared_memory(live: torch.Tensor) -> None:

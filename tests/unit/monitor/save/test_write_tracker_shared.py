@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,15 +19,6 @@ from tests.support.tracked_copies import CHANGES, MIB, tracked
 
 if write_tracker() is None:
     pytest.skip("this kernel does not track writes", allow_module_level=True)
-
-
-@pytest.fixture(name="tracker")
-def _tracker() -> Iterator[WriteTracker]:
-    tracker = write_tracker()
-    assert tracker is not None and tracker.in_use.acquire(blocking=False)
-    yield tracker
-    tracker.in_use.acquire(blocking=False)  # unless the test left it acquired
-    tracker.in_use.release()
 
 
 class Shared:
